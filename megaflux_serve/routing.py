@@ -1,0 +1,97 @@
+"""What the router decided: top-k ids and weights, the load histogram, and how skewed it is.
+
+Decides what a valid routing is and counts it. Knows no ranks but the source of a row, no plans and no weights.
+Routing is never changed: every id and weight that comes in is served.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megaflux_serve.errors import InputError
+
+CountArray = NDArray[np.int64]
+
+
+def check_topk_ids(topk_ids: NDArray[Any], num_experts: int, source: str = "topk_ids") -> None:
+    """Refuse routed ids that no router of ``num_experts`` experts can have produced.
+
+    Args:
+        topk_ids: integer [M, k] logical expert ids; M may be 0.
+        num_experts: logical experts E.
+        source: name used in the message.
+
+    Raises:
+        InputError: wrong rank or dtype, ids out of range, or an expert twice in a row.
+    """
+    if topk_ids.ndim != 2:
+        raise InputError(source, f"has shape {topk_ids.shape}", "[tokens, top_k]")
+    if topk_ids.dtype.kind not in "iu":
+        raise InputError(source, f"has dtype {topk_ids.dtype}", "an integer dtype")
+    if topk_ids.size == 0:
+        return
+    low, high = int(topk_ids.min()), int(topk_ids.max())
+    if low < 0 or high >= num_experts:
+        raise InputError(source, f"holds expert id {low if low < 0 else high}", f"ids 0 to {num_experts - 1}")
+    ordered = np.sort(topk_ids, axis=1)
+    repeated = np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1))
+    if repeated.size:
+        raise InputError(
+            source, f"token {int(repeated[0])} names an expert twice: {topk_ids[repeated[0]].tolist()}", "k distinct ids"
+        )
+
+
+def expert_counts(topk_ids: NDArray[Any], num_experts: int) -> CountArray:
+    """int64 [E]: rows routed to each expert, from integer [M, k] ids in range."""
+    return np.bincount(topk_ids.reshape(-1), minlength=num_experts).astype(np.int64)
+
+
+def check_counts(counts: ArrayLike, num_ranks: int, num_experts: int, source: str = "counts") -> CountArray:
+    """The load histogram as int64 [P, E]: rows that source rank r routes to expert e.
+
+    Args:
+        counts: non-negative integers, shape [P, E].
+        num_ranks: source ranks P.
+        num_experts: logical experts E.
+        source: name used in the message.
+
+    Returns:
+        The histogram, C-contiguous int64 [P, E].
+
+    Raises:
+        InputError: wrong shape, a value that is not a whole number, or a negative one.
+    """
+    array = np.asarray(counts)
+    if array.shape != (num_ranks, num_experts):
+        raise InputError(source, f"has shape {array.shape}", f"[{num_ranks}, {num_experts}] (source rank, expert)")
+    if array.dtype.kind not in "iu":
+        raise InputError(source, f"has dtype {array.dtype}", "an integer dtype")
+    if array.size and array.min() < 0:
+        rank, expert = np.argwhere(array < 0)[0]
+        raise InputError(source, f"is {array[rank, expert]} at rank {rank}, expert {expert}", "counts of at least 0")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def kappa(counts: ArrayLike) -> float:
+    """Routing skew, MegaFlux section 2.2: ``E * sum((c_e / sum c)^2)``; 1 for uniform routing, E for one expert.
+
+    Args:
+        counts: non-negative [E] rows per expert; all zero counts as uniform.
+    """
+    array = np.asarray(counts, dtype=np.float64)
+    total = array.sum()
+    if total == 0:
+        return 1.0
+    return float(array.size * np.square(array / total).sum())
+
+
+def max_over_mean(loads: ArrayLike) -> float:
+    """Load of the busiest rank over the mean, for non-negative [P] loads; 1 when all are zero."""
+    array = np.asarray(loads, dtype=np.float64)
+    total = array.sum()
+    if total == 0:
+        return 1.0
+    return float(array.max() * array.size / total)
