@@ -40,7 +40,9 @@ def check_topk_ids(topk_ids: NDArray[Any], num_experts: int, source: str = "topk
     repeated = np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1))
     if repeated.size:
         raise InputError(
-            source, f"token {int(repeated[0])} names an expert twice: {topk_ids[repeated[0]].tolist()}", "k distinct ids"
+            source,
+            f"token {int(repeated[0])} names an expert twice: {topk_ids[repeated[0]].tolist()}",
+            "k distinct ids",
         )
 
 
