@@ -36,7 +36,7 @@ class SlotLayout:
     num_experts: int
     num_ranks: int
     num_replica_slots: int
-    home_rank: IntArray = field(default=None)  # type: ignore[assignment]
+    home_rank: IntArray = field(default=None)  # type: ignore[arg-type]
     home_index: IntArray = field(init=False)
 
     def __post_init__(self) -> None:
