@@ -6,12 +6,16 @@ Routing is never changed: every id and weight that comes in is served.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megaflux_serve.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CountArray = NDArray[np.int64]
 
@@ -44,6 +48,50 @@ def check_topk_ids(topk_ids: NDArray[Any], num_experts: int, source: str = "topk
             f"token {int(repeated[0])} names an expert twice: {topk_ids[repeated[0]].tolist()}",
             "k distinct ids",
         )
+
+
+@dataclass(frozen=True)
+class RoutingBatch:
+    """What the router decided for the rows of ONE source rank, with the rows themselves.
+
+    Attributes:
+        hidden: [M, H] in the dtype of the expert weights; M may be 0.
+        topk_ids: integer [M, k], logical expert ids, distinct in a row; on the device of ``hidden``.
+        topk_weights: float32 [M, k], the weight of each expert's result.
+    """
+
+    hidden: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+
+    def ids_array(self) -> NDArray[np.int64]:
+        """The routed ids on the host, int64 [M, k]."""
+        array: NDArray[Any] = self.topk_ids.cpu().numpy()
+        return array.astype(np.int64)
+
+    def check(self, num_experts: int, hidden_size: int, dtype: Any) -> None:
+        """Refuse a batch that the experts of one layer cannot serve.
+
+        Args:
+            num_experts: logical experts E.
+            hidden_size: H.
+            dtype: torch dtype of the expert weights.
+
+        Raises:
+            InputError: naming the tensor, what it is and what is allowed.
+        """
+        check_topk_ids(self.topk_ids.cpu().numpy(), num_experts)
+        num_tokens, top_k = self.topk_ids.shape
+        if tuple(self.hidden.shape) != (num_tokens, hidden_size) or self.hidden.dtype != dtype:
+            raise InputError(
+                "hidden", f"is {self.hidden.dtype} {list(self.hidden.shape)}", f"{dtype} [{num_tokens}, {hidden_size}]"
+            )
+        if tuple(self.topk_weights.shape) != (num_tokens, top_k) or str(self.topk_weights.dtype) != "torch.float32":
+            raise InputError(
+                "topk_weights",
+                f"is {self.topk_weights.dtype} {list(self.topk_weights.shape)}",
+                f"torch.float32 [{num_tokens}, {top_k}]",
+            )
 
 
 def expert_counts(topk_ids: NDArray[Any], num_experts: int) -> CountArray:

@@ -1,0 +1,99 @@
+"""MegaFluxConfig: every option of the library, validated once.
+
+Decides names, ranges and defaults, and what they mean for a layer of E experts on P ranks. Knows neither engines nor
+devices; whether this machine can run the chosen executor is ``executors.select_executor``'s to say.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from numpy.typing import ArrayLike
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError
+from pydantic_core import ErrorDetails
+
+from megaflux_serve.errors import ConfigError
+from megaflux_serve.planning.planner import PlannerOptions
+from megaflux_serve.slots import SlotLayout
+
+
+class MegaFluxConfig(BaseModel):
+    """Options of a replica-aware MoE layer; each field's description says what is allowed.
+
+    Attributes:
+        executor: who runs the layer. ``auto`` is ``reference`` when one process holds every rank and ``staged`` when
+            ranks are processes.
+        replica_slots: s, replica slots a rank and layer.
+        block_rows: beta, rows of a token block. The GPU kernels need 128; on a CPU a smaller block wastes less padding.
+        reduction_penalty: lambda of MegaFlux appendix A.2, in blocks; 0 for inference.
+        transfer_cost_blocks: a replica that must be copied has to win more blocks than this.
+        sticky: replicas stay in slots of their layer from batch to batch. Otherwise all layers share one set of slots
+            and every batch copies what it uses: s slots a rank in all instead of s a layer.
+        plan_log: directory for one JSON line a layer and batch (``plan_log.PlanLog``); None writes nothing.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    executor: Annotated[
+        Literal["auto", "reference", "staged", "megakernel"],
+        Field(description="auto, reference, staged or megakernel"),
+    ] = "auto"
+    replica_slots: Annotated[StrictInt, Field(ge=0, description="an integer of at least 0")] = 2
+    block_rows: Annotated[StrictInt, Field(ge=1, le=128, description="an integer from 1 to 128")] = 128
+    reduction_penalty: Annotated[StrictInt, Field(ge=0, description="an integer of at least 0 (blocks)")] = 0
+    transfer_cost_blocks: Annotated[StrictInt, Field(ge=0, description="an integer of at least 0 (blocks)")] = 0
+    sticky: Annotated[StrictBool, Field(description="true or false")] = True
+    plan_log: Annotated[Path | None, Field(description="null or the path of a directory")] = None
+
+    @classmethod
+    def parse(cls, options: Any) -> MegaFluxConfig:
+        """Options from a mapping, as they come from JSON or a command line.
+
+        Raises:
+            ConfigError: naming the first field at fault, its value and what is allowed.
+        """
+        if not isinstance(options, dict):
+            raise ConfigError("megaflux", options, f"an object with the keys {', '.join(cls.model_fields)}")
+        try:
+            return cls.model_validate(options)
+        except ValidationError as error:
+            raise cls._config_error(error.errors()[0]) from None
+
+    @classmethod
+    def _config_error(cls, detail: ErrorDetails) -> ConfigError:
+        name = str(detail["loc"][0])
+        path = ".".join(str(part) for part in detail["loc"])
+        if name not in cls.model_fields:
+            return ConfigError(name, detail["input"], f"one of the options {', '.join(cls.model_fields)}")
+        return ConfigError(path, detail["input"], str(cls.model_fields[name].description))
+
+    @property
+    def planner_options(self) -> PlannerOptions:
+        """What the planner may do."""
+        return PlannerOptions(self.block_rows, self.reduction_penalty, self.transfer_cost_blocks)
+
+    def slot_layout(self, num_experts: int, num_ranks: int, home_rank: ArrayLike | None = None) -> SlotLayout:
+        """Ranks, experts and slots of one layer; a single rank has nothing to replicate and gets no replica slots.
+
+        Args:
+            num_experts: logical experts E.
+            num_ranks: expert-parallel ranks P; must divide E.
+            home_rank: integers [E], the rank that owns each expert; default: rank ``e // (E/P)``.
+
+        Raises:
+            ConfigError: P does not divide E, a home map that is not E/P experts a rank, or more replica slots than a
+                rank has experts to hold, E - E/P.
+        """
+        layout = SlotLayout(num_experts, num_ranks, self.replica_slots if num_ranks > 1 else 0, home_rank)  # type: ignore[arg-type]
+        away = num_experts - layout.experts_per_rank
+        if layout.num_replica_slots > away:
+            raise ConfigError(
+                "replica_slots",
+                self.replica_slots,
+                f"0 to {away}: the experts that live on other ranks (E = {num_experts}, P = {num_ranks})",
+            )
+        return layout
+
+
+__all__ = ["MegaFluxConfig"]

@@ -1,0 +1,142 @@
+"""ReplicatedMoE: one MoE layer with replicas, the one object that a plugin calls.
+
+Decides the order of the serving flow and which replicas are resident. Knows neither engines nor how the executor moves
+rows; metrics, the plan log and capture attach as observers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megaflux_serve.config import MegaFluxConfig
+from megaflux_serve.errors import InputError
+from megaflux_serve.executors.base import Executor
+from megaflux_serve.planning.plan import ReplicaPlan, fixed_plan
+from megaflux_serve.planning.planner import plan_replicas
+from megaflux_serve.routing import CountArray, RoutingBatch, expert_counts
+from megaflux_serve.slots import SlotLayout
+from megaflux_serve.workspace import ExpertWeights, Workspace
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What one layer did for one batch, handed to observers after the batch is done.
+
+    Attributes:
+        layer: name of the layer.
+        step: batches that the layer had served before this one.
+        tokens: rows of the batch on all ranks.
+        plan: the plan that was carried out.
+    """
+
+    layer: str
+    step: int
+    tokens: int
+    plan: ReplicaPlan
+
+
+Observer = Callable[[LayerReport], None]
+
+
+class ReplicatedMoE:
+    """A replica-aware MoE layer on the local ranks of this process.
+
+    ::
+
+        config = MegaFluxConfig.parse({"replica_slots": 2})
+        layout = config.slot_layout(num_experts, num_ranks)
+        executor = select_executor(config, num_ranks, group)
+        workspace = Workspace(layout.num_replica_slots, config.sticky)  # one for all layers of the process
+        moe = ReplicatedMoE("model.layers.0.mlp", layout, config, executor, workspace, [ExpertWeights(w13, w2)])
+        output = moe.forward_rank(RoutingBatch(hidden, topk_ids, topk_weights))
+
+    Every rank of the expert-parallel group must make the same calls in the same order, ranks without rows too.
+
+    Args:
+        name: the layer's name, for reports.
+        layout: ranks, experts and slots; equal on every rank.
+        config: options; equal on every rank.
+        executor: who carries plans out.
+        workspace: where replica slots come from.
+        home: home weights a local rank, E/P experts each: views of the engine's parameters, which stay where they are.
+        observers: called with a ``LayerReport`` after every batch, in order.
+
+    Raises:
+        InputError: weights or layout that do not fit the executor.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: SlotLayout,
+        config: MegaFluxConfig,
+        executor: Executor,
+        workspace: Workspace,
+        home: Sequence[ExpertWeights],
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        if executor.num_ranks != layout.num_ranks:
+            raise InputError("layout", f"has {layout.num_ranks} ranks", f"the executor's {executor.num_ranks}")
+        if len(home) != len(executor.local_ranks):
+            raise InputError("home", f"holds {len(home)} ranks", f"the {len(executor.local_ranks)} local ranks")
+        for weights in home:
+            if weights.num_experts != layout.experts_per_rank:
+                raise InputError("home", f"holds {weights.num_experts} experts", f"{layout.experts_per_rank} a rank")
+        self.name, self.layout, self.config, self.executor = name, layout, config, executor
+        self.observers = list(observers)
+        self.slots = [workspace.slots(own, rank) for own, rank in zip(home, executor.local_ranks, strict=True)]
+        self.resident = layout.no_replicas()
+        self.step = 0
+
+    def forward(self, batches: Sequence[RoutingBatch]) -> list[Tensor]:
+        """Serve one batch: [M, H] for each local rank, every routed row computed once, none changed.
+
+        Args:
+            batches: rows and routes a local rank; any may have no rows.
+
+        Raises:
+            InputError: a tensor that breaks its contract.
+        """
+        for batch, slots in zip(batches, self.slots, strict=True):
+            batch.check(self.layout.num_experts, slots.home.hidden_size, slots.home.dtype)
+        local_counts = [expert_counts(batch.ids_array(), self.layout.num_experts) for batch in batches]
+        counts = self.executor.gather_counts(local_counts)
+        plan = self.plan(counts)
+        self.resident = self.layout.no_replicas()  # were the batch to fail, no replica slot could be trusted
+        outputs = self.executor.execute(batches, plan, self.slots)
+        if self.config.sticky:
+            self.resident = plan.replica_experts
+        self.report(plan, batches[0].topk_ids.shape[1])
+        return outputs
+
+    def forward_rank(self, batch: RoutingBatch) -> Tensor:
+        """``forward`` for a process that holds one rank."""
+        (output,) = self.forward([batch])
+        return output
+
+    def plan(self, counts: CountArray) -> ReplicaPlan:
+        """Which replicas this batch uses: the planner's choice.
+
+        Args:
+            counts: int64 [P, E] rows by source rank and expert.
+        """
+        if self.layout.num_replica_slots == 0:
+            return fixed_plan(counts, self.layout, self.config.block_rows)
+        return plan_replicas(counts, self.layout, self.config.planner_options, self.resident)
+
+    def report(self, plan: ReplicaPlan, top_k: int) -> None:
+        """Tell the observers what the batch did."""
+        report = LayerReport(self.name, self.step, int(plan.counts.sum()) // top_k, plan)
+        self.step += 1
+        for observer in self.observers:
+            observer(report)
+
+    def weights_updated(self) -> None:
+        """Forget resident replicas: home weights have changed, so every copy is stale. Call it on every rank."""
+        self.resident = self.layout.no_replicas()
+
+
+__all__ = ["LayerReport", "Observer", "ReplicatedMoE"]
