@@ -83,7 +83,8 @@ def compute_pool(rows: Tensor, pool: Pool, slots: ExpertSlots, block_rows: int) 
         [n, H], in the order of ``rows``.
     """
     results = torch.empty_like(rows)
-    block = rows.new_zeros((block_rows, rows.shape[1]))
+    # A product with one row takes torch's matrix-vector path, whose bits depend on where the weights lie in memory.
+    block = rows.new_zeros((max(block_rows, 2), rows.shape[1]))
     start = 0
     for slot, num_rows in zip(pool.slot.tolist(), pool.num_rows.tolist(), strict=True):
         w13, w2 = slots.expert(slot)

@@ -41,7 +41,7 @@ class StagedExecutor(Executor):
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | str = "cpu", timeout_s: float = 300.0) -> None:
-        self.group, self.device, self.timeout_s = group, device, timeout_s
+        self.group, self.device, self.timeout_s = group, torch.device(device), timeout_s
         self.num_ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.local_ranks = (self.rank,)
 

@@ -191,8 +191,8 @@ def pool_tokens(plan: ReplicaPlan, pool: Pool, topk_ids: Sequence[NDArray[Any]])
     for source, ids in enumerate(topk_ids):
         rows = pool.source == source
         flat[rows] = assignment_order(ids)[_starts(plan.counts[source])[expert[rows]] + pool.nth[rows]]
-    token, position = np.divmod(flat, topk_ids[0].shape[1])
-    return token, position
+    top_k = topk_ids[0].shape[1]
+    return flat // top_k, flat % top_k
 
 
 def _starts(sizes: NDArray[Any]) -> CountArray:
