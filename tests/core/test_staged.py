@@ -1,6 +1,11 @@
-"""The staged executor in real processes over gloo: bit for bit what the reference executor computes."""
+"""The staged executor in three real processes over gloo: bit for bit what the reference executor computes.
+
+The processes are started once; every check leaves one word or a traceback a rank.
+"""
 
 import os
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,73 +22,96 @@ from megaflux_serve.workspace import Workspace
 from tests.core.moe_cases import MoECase, make_case
 
 CONFIG = MegaFluxConfig(block_rows=4)
-# Rows of each rank, batch by batch: uneven, idle ranks, one row in all, nobody at all, and repeats (resident replicas).
-BATCHES = {
-    2: ([40, 9], [40, 9], [0, 33], [1, 0], [0, 0], [17, 17]),
-    3: ([40, 0, 9], [40, 0, 9], [0, 0, 50], [0, 0, 0], [5, 61, 1]),
-}
+NUM_PROCESSES = 3
+Checks = dict[str, Callable[[], None]]
 
 
-def join(rank: int, num_ranks: int, folder: str) -> dist.Store:
-    """Make this process one rank of a gloo group on the loopback interface."""
+def staged_layer(case: MoECase, executor: StagedExecutor) -> ReplicatedMoE:
+    workspace = Workspace(case.layout.num_replica_slots)
+    return ReplicatedMoE("moe", case.layout, CONFIG, executor, workspace, [case.home(executor.rank)])
+
+
+def equals_reference(group: dist.ProcessGroup, dtype: torch.dtype, batches: Sequence[list[int]]) -> None:
+    """Serve batches of the given rows a rank; compare with all ranks in one process, replicated and fixed."""
+    executor = select_executor(CONFIG, dist.get_world_size(group), group)
+    assert isinstance(executor, StagedExecutor)
+    rank, transfers = executor.rank, []
+    first = make_case(batches[0], dtype=dtype, top_k=3, shuffled_homes=True)
+    staged = staged_layer(first, executor)
+    staged.observers.append(lambda report: transfers.append(len(report.plan.transfers)))
+    reference = first.reference_layer(CONFIG)
+    fixed = first.without_replicas().reference_layer(CONFIG)
+    for tokens in batches:
+        case = make_case(tokens, dtype=dtype, top_k=3, shuffled_homes=True)
+        output = staged.forward_rank(case.batches[rank])
+        assert torch.equal(output, reference.forward(case.batches)[rank]), f"{tokens}: differs from the reference"
+        assert torch.equal(output, fixed.forward(case.batches)[rank]), f"{tokens}: replication changed the result"
+    assert transfers[0] > 0, "the first batch opened no replica: nothing was tested"
+
+
+def names_the_absent_rank(store: dist.Store) -> None:
+    """The last rank never comes. It stays alive, so that its peers see silence and no closed connection."""
+    rank, absent = dist.get_rank(), NUM_PROCESSES - 1
+    if rank != absent:
+        case = make_case([3] * NUM_PROCESSES)
+        layer = staged_layer(case, StagedExecutor(dist.group.WORLD, timeout_s=1.0))
+        with pytest.raises(PeerTimeoutError, match=rf"rank {absent} did not answer within 1 s: phase counts"):
+            layer.forward_rank(case.batches[rank])
+        store.set(f"rank {rank} gave up", "")
+    store.wait([f"rank {other} gave up" for other in range(absent)])
+
+
+def run_checks(rank: int, folder: str) -> None:
+    """What one process does."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-    return store
-
-
-def staged_layer(case: MoECase, rank: int, executor: StagedExecutor) -> ReplicatedMoE:
-    workspace = Workspace(case.layout.num_replica_slots)
-    return ReplicatedMoE("moe", case.layout, CONFIG, executor, workspace, [case.home(rank)])
-
-
-def compare_with_reference(rank: int, num_ranks: int, folder: str) -> None:
-    join(rank, num_ranks, folder)
-    executor = select_executor(CONFIG, num_ranks, dist.group.WORLD)
-    assert isinstance(executor, StagedExecutor)
+    store = dist.FileStore(f"{folder}/store", NUM_PROCESSES)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_PROCESSES)
+    # Uneven, repeated (resident replicas), idle ranks, nobody at all, one row in all.
+    three = ([40, 0, 9], [40, 0, 9], [0, 0, 50], [0, 0, 0], [5, 61, 1], [0, 1, 0])
+    two = ([40, 9], [40, 9], [0, 33], [0, 0], [17, 17])
+    pair = dist.new_group([1, 2])  # ranks of the group are not those of the world
+    checks: Checks = {}
     for dtype in (torch.float32, torch.bfloat16):
-        plans: list[int] = []
-        shape = {"dtype": dtype, "top_k": 3, "shuffled_homes": True}
-        first = make_case(BATCHES[num_ranks][0], **shape)
-        staged = staged_layer(first, rank, executor)
-        staged.observers.append(lambda report, plans=plans: plans.append(len(report.plan.transfers)))
-        reference = first.reference_layer(CONFIG)
-        fixed = first.without_replicas().reference_layer(CONFIG)
-        for tokens in BATCHES[num_ranks]:
-            batches = make_case(tokens, **shape).batches
-            output, wanted = staged.forward_rank(batches[rank]), reference.forward(batches)
-            assert torch.equal(output, wanted[rank]), f"{dtype} {tokens}: rank {rank} differs from the reference"
-            assert torch.equal(output, fixed.forward(batches)[rank]), (
-                f"{dtype} {tokens}: replication changed rank {rank}"
-            )
-        assert plans[0] > 0, "the first batch opened no replica: nothing was tested"
-    dist.destroy_process_group()
+        checks[f"three {dtype}"] = lambda dtype=dtype: equals_reference(dist.group.WORLD, dtype, three)
+        if rank in (1, 2):
+            checks[f"two {dtype}"] = lambda dtype=dtype: equals_reference(pair, dtype, two)
+    checks["absent"] = lambda: names_the_absent_rank(store)  # last: it breaks the group
+    for name, check in checks.items():
+        try:
+            check()
+            outcome = "passed"
+        except BaseException:
+            outcome = traceback.format_exc()
+        Path(folder, f"{name} {rank}").write_text(outcome)
+        if outcome != "passed":
+            break
+    os._exit(0)  # taking a broken group down in order would wait again
 
 
-def wait_for_an_absent_rank(rank: int, num_ranks: int, folder: str) -> None:
-    store = join(rank, num_ranks, folder)
-    case = make_case([3] * num_ranks)
-    if rank == 1:
-        store.wait(["rank 0 gave up"])
-    else:
-        layer = staged_layer(case, rank, StagedExecutor(dist.group.WORLD, timeout_s=1.0))
-        with pytest.raises(PeerTimeoutError, match=r"rank 1 did not answer within 1 s: phase counts"):
-            layer.forward_rank(case.batches[rank])
-        store.set("rank 0 gave up", "yes")
-    os._exit(0)  # the group is broken on purpose; taking it down in order would wait again
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What every check left behind, by "check rank"."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(run_checks, args=(str(folder),), nprocs=NUM_PROCESSES)
+    return {path.name: path.read_text() for path in folder.iterdir() if path.name != "store"}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_processes_compute_what_the_reference_computes(num_ranks: int, tmp_path: Path) -> None:
-    mp.spawn(compare_with_reference, args=(num_ranks, str(tmp_path)), nprocs=num_ranks)
+@pytest.mark.parametrize("dtype", ["torch.float32", "torch.bfloat16"])
+@pytest.mark.parametrize(("group", "ranks"), [("two", (1, 2)), ("three", (0, 1, 2))])
+def test_processes_compute_what_the_reference_computes(
+    outcomes: dict[str, str], group: str, ranks: tuple[int, ...], dtype: str
+) -> None:
+    for rank in ranks:
+        assert outcomes[f"{group} {dtype} {rank}"] == "passed"
 
 
-def test_a_wait_for_an_absent_rank_ends_and_names_it(tmp_path: Path) -> None:
-    mp.spawn(wait_for_an_absent_rank, args=(2, str(tmp_path)), nprocs=2)
+def test_a_wait_for_an_absent_rank_ends_and_names_it(outcomes: dict[str, str]) -> None:
+    for rank in range(NUM_PROCESSES):
+        assert outcomes[f"absent {rank}"] == "passed"
 
 
-def test_ranks_in_processes_cannot_use_the_reference_executor(tmp_path: Path) -> None:
+def test_ranks_in_processes_cannot_use_the_reference_executor() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(ConfigError, match=r"executor = 'reference'.*staged or auto"):
