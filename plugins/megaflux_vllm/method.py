@@ -1,0 +1,163 @@
+"""vLLM's fused MoE method, computed by a ReplicatedMoE.
+
+Decides how a layer's parameters and a call's tensors become the core's, and when resident replicas are stale. Knows
+nothing of planning or communication.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.utils import set_weight_attrs
+
+from megaflux_serve.errors import ConfigError, UnsupportedError
+from megaflux_serve.layer import ReplicatedMoE
+from megaflux_serve.routing import RoutingBatch
+from megaflux_serve.workspace import ExpertWeights
+from megaflux_vllm.checks import option_error
+from megaflux_vllm.ranks import RowShard, home_ranks, rank_context
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+
+class SelfContainedKernel:
+    """What vLLM's runner asks of a method's kernel, answered for one that dispatches, combines and reduces itself.
+
+    With it, ``apply`` sees only this rank's rows and returns them finished; without it vLLM would gather rows before
+    and reduce them after. vLLM asks the kernel itself, its ``prepare_finalize`` and its ``fused_experts``; this is all
+    three.
+    """
+
+    is_monolithic = False
+    can_overlap_shared_experts = False
+    owns_shared_experts = False
+    consumes_expert_mask = False
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.prepare_finalize = self.fused_experts = self
+
+    def output_is_reduced(self) -> bool:
+        return self.num_ranks > 1
+
+    def topk_indices_dtype(self) -> torch.dtype:
+        return torch.int32
+
+
+class MegaFluxMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
+    """Computes one layer of routed experts.
+
+    Args:
+        name: the layer's name in the model.
+        moe: vLLM's description of the layer.
+
+    Raises:
+        ConfigError, UnsupportedError: options that this layer or machine cannot serve.
+    """
+
+    def __init__(self, name: str, moe: FusedMoEConfig) -> None:
+        super().__init__(moe)
+        self.name, self.context, self.rows = name, rank_context(), RowShard.of(moe)
+        self.replicated_moe: ReplicatedMoE | None = None
+
+    def maybe_roundup_sizes(self, hidden_size: int, intermediate_size: int, *args: Any) -> tuple[int, int]:
+        return hidden_size, intermediate_size
+
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register ``w13_weight`` [E/P, 2I, H] (gate rows, then up) and ``w2_weight`` [E/P, H, I] for vLLM to load."""
+        home = home_ranks(layer.expert_map, self.moe.num_experts)
+        try:
+            self.layout = self.context.options.slot_layout(self.moe.num_experts, self.context.executor.num_ranks, home)
+        except ConfigError as error:
+            raise option_error(error) from None
+        shapes = {
+            "w13_weight": (num_experts, 2 * intermediate_size_per_partition, hidden_size),
+            "w2_weight": (num_experts, hidden_size, intermediate_size_per_partition),
+        }
+        for parameter, shape in shapes.items():
+            weight = torch.nn.Parameter(torch.empty(shape, dtype=params_dtype), requires_grad=False)
+            layer.register_parameter(parameter, weight)
+            set_weight_attrs(weight, extra_weight_attrs)
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Build the layer on its loaded weights; on later calls, forget replicas of the weights before.
+
+        vLLM copies reloaded weights back into the parameters of the first call, so these stay the home slots.
+        """
+        if self.replicated_moe is not None:
+            self.weights_updated()
+            return
+        self.moe_kernel = SelfContainedKernel(self.layout.num_ranks)
+        self.replicated_moe = ReplicatedMoE(
+            self.name,
+            self.layout,
+            self.context.options,
+            self.context.executor,
+            self.context.workspace,
+            [ExpertWeights(layer.w13_weight.data, layer.w2_weight.data)],
+            self.context.observers,
+        )
+
+    def weights_updated(self) -> None:
+        """Forget resident replicas. Every rank must do so between the same two batches."""
+        if self.replicated_moe is not None:
+            self.replicated_moe.weights_updated()
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
+        return None
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: torch.nn.Module | None = None,
+        shared_experts_input: Tensor | None = None,
+    ) -> Tensor:
+        """[M, H]: the routed experts' output for this rank's rows; vLLM computes shared experts outside.
+
+        Args:
+            layer: the layer, whose parameters are the home weights.
+            x: [M, H].
+            topk_weights: float [M, k].
+            topk_ids: integer [M, k]; a row of -1 is padding, whose result nobody reads.
+            shared_experts: not used.
+            shared_experts_input: not used.
+        """
+        moe = self.replicated_moe
+        if moe is None or layer.w13_weight.data_ptr() != moe.slots[0].home.w13.data_ptr():
+            raise UnsupportedError(
+                self.name, "its weight tensors were replaced by others", "copy new weights into them"
+            )
+        ids = route_padding(topk_ids, self.layout.num_experts)
+        batch = RoutingBatch(self.rows.take(x), self.rows.take(ids), self.rows.take(topk_weights.float()))
+        return self.rows.gather(moe.forward_rank(batch), x.shape[0])
+
+
+def route_padding(topk_ids: Tensor, num_experts: int) -> Tensor:
+    """Give rows of padding, which vLLM marks with -1, valid routes that load all experts alike.
+
+    Args:
+        topk_ids: integer [M, k].
+        num_experts: E, at least k.
+    """
+    num_rows, top_k = topk_ids.shape
+    spread = torch.arange(num_rows * top_k, dtype=topk_ids.dtype, device=topk_ids.device) % num_experts
+    return torch.where(topk_ids < 0, spread.view(num_rows, top_k), topk_ids)
+
+
+__all__ = ["MegaFluxMoEMethod", "SelfContainedKernel", "route_padding"]

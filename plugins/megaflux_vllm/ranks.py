@@ -1,0 +1,153 @@
+"""This process among the expert-parallel ranks: what its layers share, which rank owns an expert, whose rows are whose.
+
+Decides how vLLM's groups become the core's ranks. Knows nothing of plans or weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaflux_serve.config import MegaFluxConfig
+from megaflux_serve.errors import ConfigError, InputError
+from megaflux_serve.executors import Executor, select_executor
+from megaflux_serve.layer import Observer
+from megaflux_serve.plan_log import PlanLog
+from megaflux_serve.slots import IntArray
+from megaflux_serve.workspace import Workspace
+from megaflux_vllm.checks import megaflux_config, option_error
+
+if TYPE_CHECKING:
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What all layers of a rank share.
+
+    Attributes:
+        options: the validated options.
+        executor: drives this rank.
+        workspace: where replica slots come from.
+        observers: the plan log, on rank 0 and if one is asked for.
+    """
+
+    options: MegaFluxConfig
+    executor: Executor
+    workspace: Workspace
+    observers: list[Observer]
+
+
+_contexts: WeakKeyDictionary[GroupCoordinator, RankContext] = WeakKeyDictionary()
+
+
+def rank_context() -> RankContext:
+    """The context of vLLM's expert-parallel group, made with the first layer of the model that is being built.
+
+    Raises:
+        ConfigError, UnsupportedError: options or an executor that cannot be used here.
+    """
+    from vllm.config import get_current_vllm_config
+    from vllm.distributed import get_ep_group
+    from vllm.platforms import current_platform
+
+    group = get_ep_group()
+    if group not in _contexts:
+        options = megaflux_config(get_current_vllm_config().additional_config)
+        try:
+            executor = select_executor(options, group.world_size, group.device_group, current_platform.device_type)
+        except ConfigError as error:
+            raise option_error(error) from None
+        workspace = Workspace(options.replica_slots if group.world_size > 1 else 0, options.sticky)
+        logs = [PlanLog(options.plan_log)] if options.plan_log is not None and group.rank_in_group == 0 else []
+        _contexts[group] = RankContext(options, executor, workspace, [*logs])
+    return _contexts[group]
+
+
+def home_ranks(expert_map: Tensor | None, num_experts: int) -> IntArray:
+    """int32 [E]: the rank that loaded each expert. Asks all ranks, since vLLM's placement has several rules.
+
+    Args:
+        expert_map: int32 [E], this rank's index of each expert, -1 for experts elsewhere; None where one rank has all.
+        num_experts: logical experts E.
+
+    Raises:
+        InputError: an expert that not exactly one rank holds, or local indices that do not grow with the expert id.
+    """
+    from vllm.distributed import get_ep_group
+
+    if expert_map is None:
+        return np.zeros(num_experts, dtype=np.int32)
+    own = expert_map[:num_experts].to("cpu", torch.int32).contiguous()
+    group = get_ep_group()
+    maps = [torch.empty_like(own) for _ in range(group.world_size)]
+    dist.all_gather(maps, own, group=group.cpu_group)
+    index = torch.stack(maps).numpy()
+    held = index >= 0
+    if not (held.sum(axis=0) == 1).all():
+        expert = int(np.flatnonzero(held.sum(axis=0) != 1)[0])
+        raise InputError("expert_map", f"expert {expert} is on {int(held[:, expert].sum())} ranks", "exactly one rank")
+    for rank, row in enumerate(index):
+        if not np.array_equal(row[row >= 0], np.arange((row >= 0).sum())):
+            raise InputError(
+                "expert_map", f"rank {rank} holds {row.tolist()}", "local indices that grow with the expert id"
+            )
+    return held.argmax(axis=0).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class RowShard:
+    """The rows that this rank brings when tensor-parallel ranks all hold the same ones.
+
+    Rows are cut into equal parts, the last ones shorter or empty, so that every row is brought by one rank. With data
+    parallelism alone, or where vLLM has cut the rows itself (sequence parallelism), there is one part.
+
+    Attributes:
+        num_parts: tensor-parallel ranks that hold the same rows.
+        part: this rank's.
+    """
+
+    num_parts: int
+    part: int
+
+    @classmethod
+    def of(cls, moe: FusedMoEConfig) -> RowShard:
+        """The shard of this process for one layer."""
+        from vllm.distributed import get_tp_group
+
+        group = get_tp_group()
+        return cls(1, 0) if moe.is_sequence_parallel else cls(group.world_size, group.rank_in_group)
+
+    def rows_a_part(self, num_rows: int) -> int:
+        """Rows of a full part."""
+        return -(-num_rows // self.num_parts)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """This rank's rows of [M, ...]."""
+        size = self.rows_a_part(tensor.shape[0])
+        return tensor[self.part * size : (self.part + 1) * size]
+
+    def gather(self, own: Tensor, num_rows: int) -> Tensor:
+        """All rows [M, H] on every rank, from the [m, H] of each.
+
+        Args:
+            own: what ``take`` gave, computed.
+            num_rows: M.
+        """
+        if self.num_parts == 1:
+            return own
+        from vllm.distributed import tensor_model_parallel_all_gather
+
+        padded = F.pad(own, (0, 0, 0, self.rows_a_part(num_rows) - own.shape[0]))
+        return tensor_model_parallel_all_gather(padded, dim=0)[:num_rows]
+
+
+__all__ = ["RankContext", "RowShard", "home_ranks", "rank_context"]
