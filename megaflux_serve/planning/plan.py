@@ -18,10 +18,20 @@ from megaflux_serve.slots import IntArray, SlotLayout
 FIXED = -1
 """``ReplicaPlan.candidate`` of a plan that opens no replica."""
 
+MAX_BLOCKS = 2**31 - 1
+"""Blocks of one layer and batch, so that every load and sum fits int32."""
+
 
 def blocks_per_expert(counts: CountArray, block_rows: int) -> IntArray:
-    """int32 [E]: b_e = ceil(c_e / block_rows) of int64 [P, E] counts (MegaFlux section 3.1)."""
-    return (-(-counts.sum(axis=0) // block_rows)).astype(np.int32)
+    """int32 [E]: b_e = ceil(c_e / block_rows) of int64 [P, E] counts (MegaFlux section 3.1).
+
+    Raises:
+        InputError: the blocks of all experts do not fit 32 bits, in which the device keeps loads.
+    """
+    blocks: CountArray = -(-counts.sum(axis=0) // block_rows)
+    if blocks.sum() > MAX_BLOCKS:
+        raise InputError("counts", f"fill {blocks.sum()} blocks of {block_rows} rows", f"at most {MAX_BLOCKS} blocks")
+    return blocks.astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,8 @@ class ReplicaPlan:
         block_rows: rows of a full token block, beta.
         counts: int64 [P, E], the histogram that was planned for: rows by source rank and expert.
         blocks: int32 [E, P], q: blocks of expert e that rank r computes.
-        replica_experts: int32 [P, s], the expert in each replica slot once the plan is carried out, -1 for an empty one.
+        replica_experts: int32 [P, s], the expert in each replica slot once the plan is carried out, -1 for an empty
+            one.
             A resident copy that the plan does not use stays in its slot unless the plan needs the slot.
         transfers: int32 [n, 3], rows of (expert, rank, replica slot index 0..s-1): weights that must be copied from the
             expert's home before the blocks there can run; ordered by (rank, slot).
@@ -53,7 +64,8 @@ class ReplicaPlan:
     @property
     def loads(self) -> NDArray[np.int64]:
         """int64 [P]: blocks that each rank computes, l_r (Eq. 3)."""
-        return self.blocks.sum(axis=0, dtype=np.int64)
+        loads: NDArray[np.int64] = self.blocks.sum(axis=0, dtype=np.int64)
+        return loads
 
     @property
     def max_load(self) -> int:
@@ -90,8 +102,11 @@ class ReplicaPlan:
 
         An expert's blocks go to its ranks in ascending rank order, so only the last rank can hold the partial block.
         """
-        last = np.minimum(np.cumsum(self.blocks, axis=1, dtype=np.int64) * self.block_rows, self.counts.sum(axis=0)[:, None])
-        return np.diff(last, axis=1, prepend=0)
+        last = np.minimum(
+            np.cumsum(self.blocks, axis=1, dtype=np.int64) * self.block_rows, self.counts.sum(axis=0)[:, None]
+        )
+        rows: CountArray = np.diff(last, axis=1, prepend=0)
+        return rows
 
     def check(self) -> None:
         """Verify the constraints of Eq. 3 and the bookkeeping of slots.
@@ -106,17 +121,23 @@ class ReplicaPlan:
         away = self.blocks > 0
         away[experts, layout.home_rank] = False
         if (away.sum(axis=0) > layout.num_replica_slots).any():
-            raise InputError("plan.blocks", "uses more replicas on a rank than it has slots", f"{layout.num_replica_slots}")
+            raise InputError(
+                "plan.blocks", "uses more replicas on a rank than it has slots", f"{layout.num_replica_slots}"
+            )
         held = layout.expert_to_index(self.replica_experts) >= 0
         if (away & ~held).any():
             raise InputError("plan.replica_experts", "lacks an expert that computes there", "a slot for every replica")
         for rank, slots in enumerate(self.replica_experts):
             used = slots[slots >= 0]
             if np.unique(used).size != used.size or (layout.home_rank[used] == rank).any():
-                raise InputError("plan.replica_experts", f"repeats an expert on rank {rank}: {slots}", "distinct, not home")
+                raise InputError(
+                    "plan.replica_experts", f"repeats an expert on rank {rank}: {slots}", "distinct, not home"
+                )
         for expert, rank, slot in self.transfers:
             if self.replica_experts[rank, slot] != expert or not away[expert, rank]:
-                raise InputError("plan.transfers", f"moves expert {expert} to rank {rank} for nothing", "replicas in use")
+                raise InputError(
+                    "plan.transfers", f"moves expert {expert} to rank {rank} for nothing", "replicas in use"
+                )
 
 
 def fixed_plan(

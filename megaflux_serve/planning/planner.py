@@ -18,7 +18,7 @@ Where the paper leaves a choice open, this is the choice (``load`` in blocks, ``
 
 * Ranks are compared by load, ties go to the lower rank; experts by allocation, ties to the lower id.
 * A round orders its donors once, at its start: every rank above ``tau``, by decreasing overload ``load - tau`` or by
-  decreasing ``max(q[e][d] for e owned by d)``. Receivers are filled to ``tau`` at most, so no rank becomes a donor later.
+  decreasing ``max(q[e][d] for e owned by d)``. Receivers are filled to ``tau`` at most, so no donor appears later.
 * The test "load has fallen to tau or below" is made after every move, also between two copies of one expert.
 * *Resident* copies (weights already in a slot of r, not yet used by this plan) are tried before a new copy of the same
   expert is opened. They take a slot of the budget but are no new copy: they do not count for single fan-out.
@@ -131,9 +131,7 @@ class _Search:
 
     def replicas(self) -> list[tuple[int, int]]:
         """(expert, rank) of every replica in use, ordered."""
-        return [
-            (e, r) for e, row in enumerate(self.q) for r, num in enumerate(row) if num > 0 and r != self.home[e]
-        ]
+        return [(e, r) for e, row in enumerate(self.q) for r, num in enumerate(row) if num > 0 and r != self.home[e]]
 
     def num_transfers(self) -> int:
         """Replicas in use whose weights are not resident."""
@@ -162,7 +160,9 @@ class _Search:
             if self.load[donor] <= self.target:
                 return moved
             moved |= self.shift(expert, donor, rank)
-        for expert in sorted((e for e in self.owned[donor] if self.q[e][donor] > 0), key=lambda e: (-self.q[e][donor], e)):
+        for expert in sorted(
+            (e for e in self.owned[donor] if self.q[e][donor] > 0), key=lambda e: (-self.q[e][donor], e)
+        ):
             opened = 0
             while self.load[donor] > self.target and self.q[expert][donor] > 0:
                 rank = self.receiver(expert, donor, resident=True)
@@ -207,7 +207,7 @@ class _Search:
         num_blocks = min(self.q[expert][donor], max(0, self.target - self.load[rank]))
         if num_blocks > 0:
             self.move(expert, donor, rank, num_blocks)
-        return num_blocks > 0
+        return bool(num_blocks > 0)
 
     # ---- steps 4 and 5: refinement --------------------------------------------------------------------------------
 
@@ -236,9 +236,7 @@ class _Search:
         for _ in range(REFINE_MOVES_PER_RANK * len(self.load)):
             high = min(ranks, key=lambda r: (-self.load[r], r))
             low = min(ranks, key=lambda r: (self.load[r], r))
-            shared = [
-                e for e, row in enumerate(self.q) if row[high] > 0 and (row[low] > 0 or self.home[e] == low)
-            ]
+            shared = [e for e, row in enumerate(self.q) if row[high] > 0 and (row[low] > 0 or self.home[e] == low)]
             if self.load[high] - self.load[low] <= 1 or not shared:
                 return
             self.move(min(shared, key=lambda e: (-self.q[e][high], e)), high, low, 1)
@@ -323,15 +321,15 @@ def assign_slots(blocks: IntArray, layout: SlotLayout, resident: IntArray) -> tu
         resident: int32 [P, s], experts in the replica slots before, -1 for none.
 
     Returns:
-        int32 [P, s] experts in the replica slots afterwards, and int32 [n, 3] transfers (expert, rank, slot), ordered by
-        (rank, slot).
+        int32 [P, s] experts in the replica slots afterwards, and int32 [n, 3] transfers (expert, rank, slot), ordered
+        by (rank, slot).
     """
     slots_after, transfers = resident.copy(), []
     for rank in range(layout.num_ranks):
         used = {int(e) for e in np.flatnonzero(blocks[:, rank] > 0) if layout.home_rank[e] != rank}
         held = [int(e) for e in resident[rank]]
         free = [i for i, e in enumerate(held) if e < 0] + [i for i, e in enumerate(held) if e >= 0 and e not in used]
-        placed = zip(sorted(used - set(held)), free)
+        placed = zip(sorted(used - set(held)), free, strict=False)  # slots may stay free
         for slot, expert in sorted((slot, expert) for expert, slot in placed):
             slots_after[rank, slot] = expert
             transfers.append((expert, rank, slot))

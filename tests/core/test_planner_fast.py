@@ -1,0 +1,64 @@
+"""The compiled planner equals the specification exactly."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from megaflux_serve.errors import InputError
+from megaflux_serve.planning import fast_planner, planner
+from megaflux_serve.planning.plan import ReplicaPlan
+from megaflux_serve.planning.planner import PlannerOptions
+from megaflux_serve.routing import CountArray
+from megaflux_serve.slots import IntArray, SlotLayout
+from tests.core.planner_cases import assert_plan_invariants, cases, deterministic
+
+
+def assert_equal_plans(left: ReplicaPlan, right: ReplicaPlan) -> None:
+    assert (left.candidate, left.gated) == (right.candidate, right.gated)
+    for name in ("counts", "blocks", "replica_experts", "transfers"):
+        a, b = getattr(left, name), getattr(right, name)
+        assert (name, a.dtype, a.shape) == (name, b.dtype, b.shape)
+        assert np.array_equal(a, b), name
+
+
+@settings(deterministic, max_examples=400)
+@given(cases())
+def test_the_compiled_planner_equals_the_specification(
+    case: tuple[CountArray, SlotLayout, PlannerOptions, IntArray | None],
+) -> None:
+    fast = fast_planner.plan_replicas(*case)
+    assert_equal_plans(fast, planner.plan_replicas(*case))
+    assert_plan_invariants(fast, *case)
+
+
+@pytest.mark.parametrize(("num_experts", "num_ranks", "slots"), [(64, 8, 2), (128, 8, 4), (144, 72, 1), (256, 2, 16)])
+def test_they_are_equal_at_the_sizes_of_real_models(num_experts: int, num_ranks: int, slots: int) -> None:
+    random = np.random.Generator(np.random.PCG64(num_experts))
+    layout = SlotLayout(num_experts, num_ranks, slots)
+    resident = None
+    for step, penalty in enumerate((0, 0, 12)):
+        shares = random.permutation(np.arange(1.0, num_experts + 1) ** -1.1)
+        counts = random.multinomial(4096 * 8, shares / shares.sum(), size=num_ranks)
+        options = PlannerOptions(reduction_penalty=penalty, transfer_cost_blocks=3 * step)
+        fast = fast_planner.plan_replicas(counts, layout, options, resident)
+        assert fast.num_replicas > 0
+        assert_equal_plans(fast, planner.plan_replicas(counts, layout, options, resident))
+        resident = fast.replica_experts
+
+
+def test_rows_near_the_limit_of_32_bits_are_planned_exactly() -> None:
+    counts = np.array([[2**31 - 101, 0, 7, 3], [50, 40, 0, 0]], dtype=np.int64)
+    for block_rows in (1, 128):
+        case = counts, SlotLayout(4, 2, 2), PlannerOptions(block_rows)
+        assert_equal_plans(fast_planner.plan_replicas(*case), planner.plan_replicas(*case))
+    with pytest.raises(InputError, match="at most 2147483647 blocks"):
+        fast_planner.plan_replicas(counts + 1000, SlotLayout(4, 2, 2), PlannerOptions(1))
+
+
+def test_bad_input_is_refused_as_by_the_specification() -> None:
+    with pytest.raises(InputError, match="counts: is -3 at rank 0, expert 1"):
+        fast_planner.plan_replicas([[0, -3], [0, 0]], SlotLayout(2, 2, 1))
+    with pytest.raises(InputError, match="resident: rank 1"):
+        fast_planner.plan_replicas([[0, 0], [0, 0]], SlotLayout(2, 2, 1), resident=[[1], [1]])
