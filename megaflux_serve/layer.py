@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from megaflux_serve.config import MegaFluxConfig
@@ -88,7 +89,7 @@ class ReplicatedMoE:
         self.name, self.layout, self.config, self.executor = name, layout, config, executor
         self.observers = list(observers)
         self.slots = [workspace.slots(own, rank) for own, rank in zip(home, executor.local_ranks, strict=True)]
-        self.resident = layout.no_replicas()
+        self.resident, self.is_stale = layout.no_replicas(), False
         self.step = 0
 
     def forward(self, batches: Sequence[RoutingBatch]) -> list[Tensor]:
@@ -103,7 +104,7 @@ class ReplicatedMoE:
         for batch, slots in zip(batches, self.slots, strict=True):
             batch.check(self.layout.num_experts, slots.home.hidden_size, slots.home.dtype)
         local_counts = [expert_counts(batch.ids_array(), self.layout.num_experts) for batch in batches]
-        counts = self.executor.gather_counts(local_counts)
+        counts = self.gather_counts(local_counts)
         plan = self.plan(counts)
         self.resident = self.layout.no_replicas()  # were the batch to fail, no replica slot could be trusted
         outputs = self.executor.execute(batches, plan, self.slots)
@@ -116,6 +117,18 @@ class ReplicatedMoE:
         """``forward`` for a process that holds one rank."""
         (output,) = self.forward([batch])
         return output
+
+    def gather_counts(self, local_counts: Sequence[CountArray]) -> CountArray:
+        """int64 [P, E]: exchange histograms, and with them whether a rank's weights changed since the last batch.
+
+        Residency has to stay equal on every rank, whenever and wherever weights are updated: one stale rank makes all
+        of them forget.
+        """
+        gathered = self.executor.gather_counts([np.append(counts, np.int64(self.is_stale)) for counts in local_counts])
+        if gathered[:, -1].any():
+            self.resident = self.layout.no_replicas()
+        self.is_stale = False
+        return np.ascontiguousarray(gathered[:, :-1])
 
     def plan(self, counts: CountArray) -> ReplicaPlan:
         """Which replicas this batch uses: the planner's choice.
@@ -135,8 +148,8 @@ class ReplicatedMoE:
             observer(report)
 
     def weights_updated(self) -> None:
-        """Forget resident replicas: home weights have changed, so every copy is stale. Call it on every rank."""
-        self.resident = self.layout.no_replicas()
+        """Home weights of this process changed: before the next batch, every rank forgets its resident replicas."""
+        self.is_stale = True
 
 
 __all__ = ["LayerReport", "Observer", "ReplicatedMoE"]

@@ -45,10 +45,10 @@ class Executor(ABC):
         """Exchange histograms.
 
         Args:
-            local_counts: int64 [E] a local rank.
+            local_counts: int64 [n] a local rank: its E counts, and after them what else has to be known everywhere.
 
         Returns:
-            int64 [P, E], equal on every rank.
+            int64 [P, n], equal on every rank.
         """
 
     @abstractmethod

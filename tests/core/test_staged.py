@@ -6,6 +6,7 @@ The processes are started once; every check leaves one word or a traceback a ran
 import os
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,26 @@ def equals_reference(group: dist.ProcessGroup, dtype: torch.dtype, batches: Sequ
     assert transfers[0] > 0, "the first batch opened no replica: nothing was tested"
 
 
+def one_rank_updates_its_weights(group: dist.ProcessGroup) -> None:
+    """Rank 0 alone learns of new weights, between two batches of the same rows; every rank has to copy them again."""
+    executor = select_executor(CONFIG, dist.get_world_size(group), group)
+    assert isinstance(executor, StagedExecutor)
+    case = make_case([40, 0, 9])
+    layer, reports = staged_layer(case, executor), []
+    layer.observers.append(reports.append)
+    for _ in range(2):
+        layer.forward_rank(case.batches[executor.rank])
+    assert reports[0].plan.num_replicas > 0 == len(reports[1].plan.transfers), "replicas did not stay"
+    if executor.rank == 0:
+        layer.slots[0].home.w2.mul_(2.0)
+        layer.weights_updated()
+    output = layer.forward_rank(case.batches[executor.rank])
+    assert len(reports[2].plan.transfers) == reports[2].plan.num_replicas > 0
+    scale = torch.tensor([2.0 if home == 0 else 1.0 for home in case.layout.home_rank])
+    updated = replace(case.without_replicas(), w2=case.w2 * scale[:, None, None])
+    assert torch.equal(output, updated.reference_layer(CONFIG).forward(case.batches)[executor.rank])
+
+
 def names_the_absent_rank(store: dist.Store) -> None:
     """The last rank never comes. It stays alive, so that its peers see silence and no closed connection."""
     rank, absent = dist.get_rank(), NUM_PROCESSES - 1
@@ -76,6 +97,7 @@ def run_checks(rank: int, folder: str) -> None:
         checks[f"three {dtype}"] = lambda dtype=dtype: equals_reference(dist.group.WORLD, dtype, three)
         if rank in (1, 2):
             checks[f"two {dtype}"] = lambda dtype=dtype: equals_reference(pair, dtype, two)
+    checks["update"] = lambda: one_rank_updates_its_weights(dist.group.WORLD)
     checks["absent"] = lambda: names_the_absent_rank(store)  # last: it breaks the group
     for name, check in checks.items():
         try:
@@ -104,6 +126,11 @@ def test_processes_compute_what_the_reference_computes(
 ) -> None:
     for rank in ranks:
         assert outcomes[f"{group} {dtype} {rank}"] == "passed"
+
+
+def test_an_update_of_one_rank_drops_the_resident_replicas_of_all(outcomes: dict[str, str]) -> None:
+    for rank in range(NUM_PROCESSES):
+        assert outcomes[f"update {rank}"] == "passed"
 
 
 def test_a_wait_for_an_absent_rank_ends_and_names_it(outcomes: dict[str, str]) -> None:
