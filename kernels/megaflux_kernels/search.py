@@ -1,0 +1,344 @@
+"""The greedy search of one candidate by one warp (MegaFlux appendix A.1, step 2 of the reference planner).
+
+Decides which blocks leave which owner for which replica. Knows neither where the counts came from nor what becomes of
+the result. Equal to ``_Search.run`` of the reference planner, move for move.
+
+State is compact, so that 512 experts on 72 ranks fit: blocks that stay at home, one entry for each replica slot, and
+for every expert the set of ranks that hold a replica. Experts are numbered by home slot, ``h = home rank * E/P + home
+index``, so that the owner is ``h // (E/P)`` and the order within an owner is the order of expert ids. Everything
+lives in shared memory; all lanes of the warp take the same decisions from warp-wide reductions, and lane 0 writes.
+
+Reductions order (value, tie) pairs by packing them into one positive int32, which the bounds of ``layout`` allow.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from megaflux_kernels.layout import SearchShape
+
+arch = cute.arch
+
+NONE = 0x7FFFFFFF
+"""Key of a lane that has nothing to offer to a minimum."""
+RANK_BITS = 7
+NEEDS_TRANSFER = 1 << 30
+"""Bit of a receiver's key: resident copies come first."""
+NUM_CANDIDATES = 4
+
+
+class SearchState(NamedTuple):
+    """One candidate's state in shared memory, all int32.
+
+    ``home_blocks`` [E] blocks at home; ``holders`` [E, mask words] ranks with a replica that computes; ``load`` [P]
+    blocks;
+    ``used`` [P] replica slots taken; ``entry_home`` [P * s] home slot of the expert in an entry, -1 for a free one;
+    ``entry_blocks`` [P * s] blocks there; ``donor_key`` [P] priority of donors still to visit in this round;
+    ``list_capacity``, ``list_entry`` [P * s] scratch.
+    """
+
+    home_blocks: cute.Tensor
+    holders: cute.Tensor
+    load: cute.Tensor
+    used: cute.Tensor
+    entry_home: cute.Tensor
+    entry_blocks: cute.Tensor
+    donor_key: cute.Tensor
+    list_capacity: cute.Tensor
+    list_entry: cute.Tensor
+
+
+def state_sizes(shape: SearchShape) -> dict[str, int]:
+    """Words of each field of ``SearchState``."""
+    entries, ranks = max(1, shape.num_replicas), shape.num_ranks
+    return {
+        "home_blocks": shape.num_experts,
+        "holders": shape.num_experts * shape.mask_words,
+        "load": ranks,
+        "used": ranks,
+        "entry_home": entries,
+        "entry_blocks": entries,
+        "donor_key": ranks,
+        "list_capacity": entries,
+        "list_entry": entries,
+    }
+
+
+def state_words(shape: SearchShape) -> int:
+    """Words of one candidate's state."""
+    return sum(state_sizes(shape).values())
+
+
+def state_at(shape: SearchShape, states, candidate) -> SearchState:
+    """The state of a candidate within the array of all four.
+
+    Args:
+        shape: compile-time shape.
+        states: shared-memory pointer to int32 [NUM_CANDIDATES * state_words].
+        candidate: index, Int32 or int.
+    """
+    fields, at = [], candidate * state_words(shape)
+    for size in state_sizes(shape).values():
+        fields.append(cute.make_tensor(states + at, cute.make_layout(size)))
+        at = at + size
+    return SearchState(*fields)
+
+
+class Options(NamedTuple):
+    """Run-time options of a search, uniform over the grid.
+
+    ``target`` tau, blocks; ``transfer_cost`` blocks that a copy which needs a transfer must win beyond; both Int32.
+    """
+
+    target: Int32
+    transfer_cost: Int32
+
+
+class Search:
+    """Device code; one instance a shape."""
+
+    def __init__(self, shape: SearchShape) -> None:
+        self.shape = shape
+
+    @cute.jit
+    def run(self, st: SearchState, resident: cute.Tensor, options: Options, candidate: Int32, lane: Int32):
+        """Rounds of donor visits, at most s + 2.
+
+        Args:
+            st: the no-replica assignment; changed in place.
+            resident: int32 [E, mask words], ranks that hold a copy from before.
+            candidate: index in ``CANDIDATES``: bit 1 chooses the donor priority, bit 0 the fan-out.
+
+        Returns:
+            Replicas opened and, of these, copies that need a transfer.
+        """
+        hottest, multiple = (candidate & 2) != 0, (candidate & 1) != 0
+        opened, transfers, round_idx, moved = Int32(0), Int32(0), Int32(0), Boolean(True)
+        while moved & (round_idx < self.shape.num_replica_slots + 2):
+            moved = Boolean(False)
+            self.order_donors(st, options.target, hottest, lane)
+            donor = self.next_donor(st, lane)
+            while donor >= 0:
+                if round_idx > 0:
+                    moved = moved | self.refill(st, options.target, donor, lane)
+                more, new = self.scan(st, resident, options, donor, multiple, lane)
+                opened += more
+                transfers += new
+                moved = moved | (more > 0)
+                donor = self.next_donor(st, lane)
+            round_idx += 1
+        return opened, transfers
+
+    # ---- donors ----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def order_donors(self, st: SearchState, target: Int32, hottest: Boolean, lane: Int32):
+        """Freeze this round's priorities: load or hottest expert of every rank above tau, ties to the lower rank."""
+        own = self.shape.experts_per_rank
+        for word in cutlass.range_constexpr(self.shape.mask_words):
+            rank = lane + 32 * word
+            if rank < self.shape.num_ranks:
+                key, value = Int32(-1), st.load[rank]
+                if value > target:
+                    if hottest:
+                        value = Int32(0)
+                        for i in cutlass.range(own):
+                            j = i + rank  # rotated: lanes of one instruction meet different banks
+                            j = j - j // own * own
+                            value = cutlass.max(value, st.home_blocks[rank * own + j])
+                    key = (value << RANK_BITS) | (127 - rank)
+                st.donor_key[rank] = key
+        arch.sync_warp()
+
+    @cute.jit
+    def next_donor(self, st: SearchState, lane: Int32):
+        """Take the donor with the highest key, -1 when none is left."""
+        best = Int32(-1)
+        for word in cutlass.range_constexpr(self.shape.mask_words):
+            rank = lane + 32 * word
+            if rank < self.shape.num_ranks:
+                best = cutlass.max(best, st.donor_key[rank])
+        best = arch.warp_redux_sync(best, "max")
+        donor = Int32(-1)
+        if best >= 0:
+            donor = 127 - (best & 127)
+            arch.sync_warp()  # every lane has read its keys
+            if lane == 0:
+                st.donor_key[donor] = Int32(-1)
+        arch.sync_warp()
+        return donor
+
+    # ---- existing replicas -----------------------------------------------------------------------------------------
+
+    @cute.jit
+    def refill(self, st: SearchState, target: Int32, donor: Int32, lane: Int32):
+        """Shift blocks to replicas that exist, by decreasing capacity at entry, then expert, then rank; True if any
+        moved.
+
+        Only replicas with capacity are listed: capacities never grow during a visit, so that the others cannot take
+        any.
+        """
+        own, slots = self.shape.experts_per_rank, self.shape.num_replica_slots
+        num = self.list_replicas(st, target, donor, lane)
+        moved, left = Boolean(False), num
+        while (left > 0) & (st.load[donor] > target):
+            best = Int32(0)
+            for i in cutlass.range(lane, num, 32):
+                best = cutlass.max(best, st.list_capacity[i])
+            best = arch.warp_redux_sync(best, "max")
+            key, mine = Int32(NONE), Int32(0)
+            for i in cutlass.range(lane, num, 32):
+                entry = st.list_entry[i]
+                tie = ((st.entry_home[entry] - donor * own) << 11) | entry  # within an expert, entries go by rank
+                if (st.list_capacity[i] == best) & (tie < key):
+                    key, mine = tie, i
+            first = arch.warp_redux_sync(key, "min")
+            entry, home = first & 2047, donor * own + (first >> 11)
+            rank = entry // slots
+            num_blocks = cutlass.min(st.home_blocks[home], target - st.load[rank])
+            arch.sync_warp()
+            if key == first:
+                st.list_capacity[mine] = Int32(0)
+            if num_blocks > 0:
+                moved = Boolean(True)
+                if lane == 0:
+                    self.shift(st, home, donor, rank, entry, num_blocks)
+            arch.sync_warp()
+            left -= 1
+        return moved
+
+    @cute.jit
+    def list_replicas(self, st: SearchState, target: Int32, donor: Int32, lane: Int32):
+        """Compact the donor's replicas that can take blocks into the scratch list; returns how many."""
+        entries, slots, own = self.shape.num_replicas, self.shape.num_replica_slots, self.shape.experts_per_rank
+        num, below = Int32(0), Int32(arch.lanemask_lt())
+        for base in cutlass.range(0, entries, 32):
+            entry, capacity = base + lane, Int32(0)
+            if entry < entries:
+                home = st.entry_home[entry]
+                if home >= 0:
+                    if (home // own == donor) & (st.home_blocks[home] > 0):
+                        capacity = target - st.load[entry // slots]
+            votes = arch.vote_ballot_sync(capacity > 0)
+            if capacity > 0:
+                at = num + arch.popc(votes & below)
+                st.list_capacity[at] = capacity
+                st.list_entry[at] = entry
+            num += arch.popc(votes)
+        arch.sync_warp()
+        return num
+
+    @cute.jit
+    def shift(self, st: SearchState, home: Int32, donor: Int32, rank: Int32, entry: Int32, num_blocks: Int32):
+        """One lane: move blocks from the owner to an entry (Eq. 4)."""
+        st.home_blocks[home] = st.home_blocks[home] - num_blocks
+        st.load[donor] = st.load[donor] - num_blocks
+        st.load[rank] = st.load[rank] + num_blocks
+        st.entry_blocks[entry] = st.entry_blocks[entry] + num_blocks
+
+    # ---- new replicas ----------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def scan(
+        self, st: SearchState, resident: cute.Tensor, options: Options, donor: Int32, multiple: Boolean, lane: Int32
+    ):
+        """Offer the donor's experts by decreasing blocks at home until its load is at most tau.
+
+        Returns:
+            Replicas opened and, of these, copies that need a transfer.
+        """
+        own = self.shape.experts_per_rank
+        opened, transfers, done, scanning = Int32(0), Int32(0), Int32(0), Boolean(True)
+        while scanning:
+            best = Int32(0)  # `done`, bit t: this lane's t-th expert was offered
+            for turn in cutlass.range_constexpr(-(-own // 32)):
+                j = lane + 32 * turn
+                if j < own:
+                    if ((done >> turn) & 1) == 0:
+                        best = cutlass.max(best, st.home_blocks[donor * own + j])
+            best = arch.warp_redux_sync(best, "max")
+            scanning = (best > 0) & (st.load[donor] > options.target) & self.any_receiver(st, options.target, lane)
+            if scanning:
+                first = Int32(NONE)
+                for turn in cutlass.range_constexpr(-(-own // 32)):
+                    j = lane + 32 * turn
+                    if j < own:
+                        if (((done >> turn) & 1) == 0) & (st.home_blocks[donor * own + j] == best):
+                            first = cutlass.min(first, j)
+                first = arch.warp_redux_sync(first, "min")
+                if (first & 31) == lane:
+                    done = done | (Int32(1) << (first >> 5))
+                more, new = self.spread(st, resident, options, donor * own + first, donor, multiple, lane)
+                opened += more
+                transfers += new
+        return opened, transfers
+
+    @cute.jit
+    def any_receiver(self, st: SearchState, target: Int32, lane: Int32):
+        """True while some rank is below tau and has a free slot; if not, no expert can be offered to anyone."""
+        found = Boolean(False)
+        for word in cutlass.range_constexpr(self.shape.mask_words):
+            rank = lane + 32 * word
+            if rank < self.shape.num_ranks:
+                found = found | ((st.load[rank] < target) & (st.used[rank] < self.shape.num_replica_slots))
+        return arch.vote_ballot_sync(found) != 0
+
+    @cute.jit
+    def receiver(self, st: SearchState, resident: cute.Tensor, target: Int32, home: Int32, donor: Int32, lane: Int32):
+        """Key of the rank that opens the next copy, or NONE: resident copies first, then by load, then by rank."""
+        best = Int32(NONE)
+        for word in cutlass.range_constexpr(self.shape.mask_words):
+            rank = lane + 32 * word
+            if rank < self.shape.num_ranks:
+                load, at = st.load[rank], home * self.shape.mask_words + word
+                holds = ((st.holders[at] >> lane) & 1) != 0
+                if (load < target) & (st.used[rank] < self.shape.num_replica_slots) & (rank != donor) & (not holds):
+                    key = (load << RANK_BITS) | rank
+                    if ((resident[at] >> lane) & 1) == 0:
+                        key = key | NEEDS_TRANSFER
+                    best = cutlass.min(best, key)
+        return arch.warp_redux_sync(best, "min")
+
+    @cute.jit
+    def spread(
+        self,
+        st: SearchState,
+        resident: cute.Tensor,
+        options: Options,
+        home: Int32,
+        donor: Int32,
+        multiple: Boolean,
+        lane: Int32,
+    ):
+        """Open copies of one expert, one or several that need a transfer; returns copies opened and transfers."""
+        opened, transfers, going = Int32(0), Int32(0), Boolean(True)
+        while going:
+            blocks, load = st.home_blocks[home], st.load[donor]
+            key = self.receiver(st, resident, options.target, home, donor, lane)
+            moves = (key & NEEDS_TRANSFER) != 0
+            rank = key & 127
+            num_blocks = cutlass.min(blocks, options.target - ((key & (NEEDS_TRANSFER - 1)) >> RANK_BITS))
+            going = (load > options.target) & (blocks > 0) & (key != NONE)
+            if moves:
+                going = going & (multiple | (transfers == 0)) & (num_blocks > options.transfer_cost)
+            arch.sync_warp()  # every lane has read what lane 0 is about to change
+            if going:
+                opened += 1
+                if moves:
+                    transfers += 1
+                if lane == 0:
+                    entry = rank * self.shape.num_replica_slots + st.used[rank]
+                    at = home * self.shape.mask_words + (rank >> 5)
+                    st.entry_home[entry] = home
+                    st.used[rank] = st.used[rank] + 1
+                    st.holders[at] = st.holders[at] | (Int32(1) << (rank & 31))
+                    self.shift(st, home, donor, rank, entry, num_blocks)
+            arch.sync_warp()
+        return opened, transfers
+
+
+__all__ = ["NONE", "NUM_CANDIDATES", "Options", "Search", "SearchState", "state_at", "state_words"]
