@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from numpy.typing import ArrayLike
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
 from megaflux_serve.errors import ConfigError
+from megaflux_serve.planning.gate import GateCosts
 from megaflux_serve.planning.planner import PlannerOptions
 from megaflux_serve.slots import SlotLayout
 
@@ -30,6 +31,7 @@ class MegaFluxConfig(BaseModel):
         transfer_cost_blocks: a replica that must be copied has to win more blocks than this.
         sticky: replicas stay in slots of their layer from batch to batch. Otherwise all layers share one set of slots
             and every batch copies what it uses: s slots a rank in all instead of s a layer.
+        gate: costs by which a plan that does not pay is dropped for the fixed placement; None carries out every plan.
         plan_log: directory for one JSON line a layer and batch (``plan_log.PlanLog``); None writes nothing.
     """
 
@@ -44,6 +46,10 @@ class MegaFluxConfig(BaseModel):
     reduction_penalty: Annotated[StrictInt, Field(ge=0, description="an integer of at least 0 (blocks)")] = 0
     transfer_cost_blocks: Annotated[StrictInt, Field(ge=0, description="an integer of at least 0 (blocks)")] = 0
     sticky: Annotated[StrictBool, Field(description="true or false")] = True
+    gate: Annotated[
+        GateCosts | None,
+        Field(description="null or integers block_ns, replica_ns and plan_ns (0 to 10^9), hidden_permille (0 to 1000)"),
+    ] = None
     plan_log: Annotated[Path | None, Field(description="null or the path of a directory")] = None
 
     @classmethod
@@ -60,13 +66,25 @@ class MegaFluxConfig(BaseModel):
         except ValidationError as error:
             raise cls._config_error(error.errors()[0]) from None
 
+    @field_validator("gate", mode="before")
+    @classmethod
+    def _costs_are_integers(cls, value: Any) -> Any:
+        """Refuse true, "5" and 5.0, which pydantic would take for integers in a dataclass."""
+        for name, cost in value.items() if isinstance(value, dict) else ():
+            if type(cost) is not int:
+                raise ConfigError(name, cost, "an integer")
+        return value
+
     @classmethod
     def _config_error(cls, detail: ErrorDetails) -> ConfigError:
         name = str(detail["loc"][0])
-        path = ".".join(str(part) for part in detail["loc"])
         if name not in cls.model_fields:
             return ConfigError(name, detail["input"], f"one of the options {', '.join(cls.model_fields)}")
-        return ConfigError(path, detail["input"], str(cls.model_fields[name].description))
+        cause = detail.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):  # from a part of the field, which knows better what it allows
+            return ConfigError(f"{name}.{cause.field}", cause.value, cause.allowed)
+        path = detail["loc"][:-1] if detail["type"] == "missing" else detail["loc"]
+        return ConfigError(".".join(map(str, path)), detail["input"], str(cls.model_fields[name].description))
 
     @property
     def planner_options(self) -> PlannerOptions:

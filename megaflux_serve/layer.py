@@ -15,8 +15,9 @@ from torch import Tensor
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import InputError
 from megaflux_serve.executors.base import Executor
+from megaflux_serve.planning.fast_planner import plan_replicas
+from megaflux_serve.planning.gate import apply_gate
 from megaflux_serve.planning.plan import ReplicaPlan, fixed_plan
-from megaflux_serve.planning.planner import plan_replicas
 from megaflux_serve.routing import CountArray, RoutingBatch, expert_counts
 from megaflux_serve.slots import SlotLayout
 from megaflux_serve.workspace import ExpertWeights, Workspace
@@ -131,14 +132,15 @@ class ReplicatedMoE:
         return np.ascontiguousarray(gathered[:, :-1])
 
     def plan(self, counts: CountArray) -> ReplicaPlan:
-        """Which replicas this batch uses: the planner's choice.
+        """Which replicas this batch uses: the planner's choice, unless the gate says that it does not pay.
 
         Args:
             counts: int64 [P, E] rows by source rank and expert.
         """
         if self.layout.num_replica_slots == 0:
             return fixed_plan(counts, self.layout, self.config.block_rows)
-        return plan_replicas(counts, self.layout, self.config.planner_options, self.resident)
+        plan = plan_replicas(counts, self.layout, self.config.planner_options, self.resident)
+        return plan if self.config.gate is None else apply_gate(plan, self.config.gate, self.resident)
 
     def report(self, plan: ReplicaPlan, top_k: int) -> None:
         """Tell the observers what the batch did."""

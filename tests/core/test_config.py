@@ -8,14 +8,17 @@ from pydantic import ValidationError
 
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError
+from megaflux_serve.planning.gate import GateCosts
 from megaflux_serve.planning.planner import PlannerOptions
+
+COSTS = {"block_ns": 14_300, "replica_ns": 252_000, "plan_ns": 30_000, "hidden_permille": 700}
 
 
 def test_no_options_mean_the_papers_planner_with_two_sticky_slots() -> None:
     config = MegaFluxConfig.parse({})
     assert config.planner_options == PlannerOptions(block_rows=128, reduction_penalty=0, transfer_cost_blocks=0)
     assert (config.executor, config.replica_slots, config.sticky) == ("auto", 2, True)
-    assert config.plan_log is None
+    assert (config.gate, config.plan_log) == (None, None)
 
 
 def test_every_option_is_read() -> None:
@@ -27,11 +30,13 @@ def test_every_option_is_read() -> None:
             "reduction_penalty": 12,
             "transfer_cost_blocks": 4,
             "sticky": False,
+            "gate": COSTS,
             "plan_log": "out/plans",
         }
     )
     assert config.planner_options == PlannerOptions(16, 12, 4)
     assert (config.executor, config.replica_slots, config.sticky) == ("staged", 3, False)
+    assert config.gate == GateCosts(14_300, 252_000, 30_000, 700)
     assert config.plan_log == Path("out/plans")
 
 
@@ -55,6 +60,14 @@ def test_every_option_is_read() -> None:
             "transfer_cost_blocks = -4 is not allowed; allowed: an integer of at least 0 (b",
         ),
         ({"sticky": "yes"}, "sticky = 'yes' is not allowed; allowed: true or false"),
+        (
+            {"gate": 7},
+            "gate = 7 is not allowed; allowed: null or integers block_ns, replica_ns and plan_ns (0 to 10^9)",
+        ),
+        ({"gate": {**COSTS, "plan_ns": -1}}, "gate.plan_ns = -1 is not allowed; allowed: 0 to 1000000000 nanoseconds"),
+        ({"gate": {**COSTS, "plan_ns": "7"}}, "gate.plan_ns = '7' is not allowed; allowed: an integer"),
+        ({"gate": {**COSTS, "link_ns": 1}}, "gate.link_ns = 1 is not allowed; allowed: null or integers block_ns"),
+        ({"gate": {"block_ns": 1}}, "gate = {'block_ns': 1} is not allowed; allowed: null or integers block_ns"),
         ({"plan_log": 7}, "plan_log = 7 is not allowed; allowed: null or the path of a directory"),
         (
             {"replica_slot": 2},

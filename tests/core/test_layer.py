@@ -13,6 +13,7 @@ from megaflux_serve.errors import InputError
 from megaflux_serve.executors import ReferenceExecutor
 from megaflux_serve.layer import LayerReport, ReplicatedMoE
 from megaflux_serve.plan_log import PlanLog
+from megaflux_serve.planning.gate import GateCosts
 from megaflux_serve.workspace import ExpertWeights, Workspace
 from tests.core.moe_cases import MoECase, make_case
 
@@ -82,6 +83,24 @@ def test_without_sticky_layers_share_replica_slots_and_every_batch_copies(case: 
         assert_equals_fixed(case, layers[0].forward(case.batches))
         assert_equals_fixed(other, layers[1].forward(other.batches))
     assert all(len(report.plan.transfers) == report.plan.num_replicas > 0 for report in reports)
+
+
+def test_a_gated_plan_computes_at_home_and_keeps_resident_replicas(case: MoECase) -> None:
+    reports: list[LayerReport] = []
+    layer = case.reference_layer(CONFIG, [reports.append])
+    layer.forward(case.batches)
+    resident = layer.resident
+    layer.config = MegaFluxConfig(
+        block_rows=4, gate=GateCosts(block_ns=1, replica_ns=0, plan_ns=10**9, hidden_permille=0)
+    )
+    assert_equals_fixed(case, layer.forward(case.batches))
+    gated = reports[1].plan
+    assert (gated.gated, gated.num_replicas, len(gated.transfers)) == (True, 0, 0)
+    assert layer.resident.tolist() == resident.tolist()
+    layer.config = MegaFluxConfig(block_rows=4, gate=GateCosts(block_ns=1, replica_ns=0, plan_ns=0, hidden_permille=0))
+    assert_equals_fixed(case, layer.forward(case.batches))
+    assert not reports[2].plan.gated
+    assert reports[2].plan.num_replicas > 0 == len(reports[2].plan.transfers)
 
 
 def test_a_batch_that_fails_leaves_no_replica_trusted(case: MoECase) -> None:
