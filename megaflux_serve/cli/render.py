@@ -1,0 +1,83 @@
+"""How results look: the layer table of the terminal, numbers, progress, and files that are written whole or not at all.
+
+Decides columns and formats. Computes nothing but what it prints.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from megaflux_serve.cli.summary import LayerSummary
+
+
+def progress(console: Console) -> Progress:
+    """A progress bar that vanishes when the work is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+def layer_table(layers: Sequence[LayerSummary], total: LayerSummary) -> Table:
+    """Skew, balance and cost of every layer, and ``total`` as the line at the end.
+
+    A folder that all names share, as in ``olmoe/github/0``, is said once, above.
+    """
+    folders = zip(*(layer.layer.split("/")[:-1] for layer in layers), strict=False)
+    shared = [names[0] for names in takewhile(lambda names: len(set(names)) == 1, folders)]
+    title = f"layers of {'/'.join(shared)}" if shared else None
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column("layer", overflow="fold", min_width=8)
+    for name in (
+        "kappa",
+        "max/mean\nfixed",
+        "\nafter",
+        "excess\nremoved",
+        "replicas\nin use",
+        "blocks\nmoved",
+        "weights\nsent",
+        "speed-up\npredicted",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for layer in layers:
+        table.add_row("/".join(layer.layer.split("/")[len(shared) :]), *_figures(layer))
+    table.add_section()
+    table.add_row(total.layer, *_figures(total), style="bold")
+    return table
+
+
+def _figures(layer: LayerSummary) -> list[str]:
+    """One row of the table without its name."""
+    return [
+        f"{layer.kappa:.2f}",
+        f"{layer.max_over_mean_before:.3f}",
+        f"{layer.max_over_mean_after:.3f}",
+        "-" if layer.eta is None else f"{100 * layer.eta:.1f} %",
+        f"{layer.replicas:g}",
+        f"{layer.blocks_moved:g}",
+        f"{layer.transfers:g}",
+        f"{layer.speedup:.2f}x",
+    ]
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file whole: to a temporary name beside it, flushed, then renamed. Parents are created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
