@@ -56,8 +56,8 @@ def check_before_weights_load() -> None:
             check_config(config)
         return config
 
-    create_engine_config.checked_by_megaflux = True  # type: ignore[attr-defined]
-    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+    create_engine_config.checked_by_megaflux = True
+    EngineArgs.create_engine_config = create_engine_config
 
 
 def is_installed() -> bool:

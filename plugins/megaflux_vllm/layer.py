@@ -29,7 +29,7 @@ def replace_routed_experts() -> None:
     if ROUTED_EXPERTS in op_registry_oot or STOCK_METHOD in op_registry_oot:
         return
 
-    class MegaFluxRoutedExperts(RoutedExperts):  # type: ignore[misc]
+    class MegaFluxRoutedExperts(RoutedExperts):
         """vLLM's layer, which owns and loads the expert weights, with our method to compute it where asked for."""
 
         def _get_quant_method(
@@ -51,7 +51,7 @@ def replace_routed_experts() -> None:
                 self.quant_method.weights_updated()
             return super().weight_loader(*args, **kwargs)
 
-    class StockMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
+    class StockMethod(UnquantizedFusedMoEMethod):
         """vLLM's method, which must not stand in silently for ours.
 
         Some models bring a class of their own for routed experts, which the registry does not reach; on a CPU the stock

@@ -49,7 +49,7 @@ class SelfContainedKernel:
         return torch.int32
 
 
-class MegaFluxMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
+class MegaFluxMoEMethod(FusedMoEMethodBase):
     """Computes one layer of routed experts.
 
     Args:
@@ -64,6 +64,7 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         super().__init__(moe)
         self.name, self.context, self.rows = name, rank_context(), RowShard.of(moe)
         self.replicated_moe: ReplicatedMoE | None = None
+        self.weight_versions: list[int] = []
 
     def maybe_roundup_sizes(self, hidden_size: int, intermediate_size: int, *args: Any) -> tuple[int, int]:
         return hidden_size, intermediate_size
@@ -112,7 +113,7 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         )
 
     def weights_updated(self) -> None:
-        """Forget resident replicas. Every rank must do so between the same two batches."""
+        """Have every rank forget its resident replicas before the next batch."""
         if self.replicated_moe is not None:
             self.replicated_moe.weights_updated()
 
@@ -138,14 +139,26 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             shared_experts: not used.
             shared_experts_input: not used.
         """
-        moe = self.replicated_moe
-        if moe is None or layer.w13_weight.data_ptr() != moe.slots[0].home.w13.data_ptr():
-            raise UnsupportedError(
-                self.name, "its weight tensors were replaced by others", "copy new weights into them"
-            )
+        moe = self.home_weights_checked(layer)
         ids = route_padding(topk_ids, self.layout.num_experts)
         batch = RoutingBatch(self.rows.take(x), self.rows.take(ids), self.rows.take(topk_weights.float()))
         return self.rows.gather(moe.forward_rank(batch), x.shape[0])
+
+    def home_weights_checked(self, layer: RoutedExperts) -> ReplicatedMoE:
+        """The layer, after a look at what others did to its parameters since the last batch.
+
+        Raises:
+            UnsupportedError: parameters were replaced by other tensors, which the layer would never read.
+        """
+        weights, moe = (layer.w13_weight, layer.w2_weight), self.replicated_moe
+        if moe is None or weights[0].data_ptr() != moe.slots[0].home.w13.data_ptr():
+            raise UnsupportedError(
+                self.name, "its weight tensors were replaced by others", "copy new weights into them"
+            )
+        if (versions := [weight._version for weight in weights]) != self.weight_versions:  # written without a loader
+            self.weight_versions = versions
+            moe.weights_updated()
+        return moe
 
 
 def route_padding(topk_ids: Tensor, num_experts: int) -> Tensor:

@@ -1,0 +1,127 @@
+"""Real engines on the CPU: tokens equal stock vLLM's, replicas really open, weight updates reach every copy.
+
+About two minutes on two cores: one child process for the engines without HTTP, and one server of two engine processes.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plugins.engine_runs import PROMPTS, TINY_MOE, Server, run_offline, serve
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+safetensors = pytest.importorskip("safetensors.torch")
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+MEGAFLUX = {"block_rows": 4, "replica_slots": 3}  # small blocks, so that a few rows are worth moving
+
+
+def options(**more: Any) -> dict[str, Any]:
+    """Keyword arguments of ``vllm.LLM`` for our backend."""
+    return {"moe_backend": "megaflux", "additional_config": {"megaflux": MEGAFLUX | more}}
+
+
+def plans(folder: Path) -> list[dict[str, Any]]:
+    """The records of a plan log."""
+    return [json.loads(line) for line in (folder / "plan.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in which every expert has the weights of its neighbour."""
+    folder = tmp_path_factory.mktemp("models") / "other-weights"
+    shutil.copytree(TINY_MOE, folder)
+    weights = safetensors.load_file(folder / "model.safetensors")
+    num_experts = json.loads((folder / "config.json").read_text())["num_experts"]
+
+    def neighbour(name: str) -> str:
+        head, separator, tail = name.partition(".mlp.experts.")
+        if not separator:
+            return name
+        expert, _, matrix = tail.partition(".")
+        return f"{head}{separator}{(int(expert) + 1) % num_experts}.{matrix}"
+
+    moved = {name: weights[neighbour(name)].clone() for name in weights}
+    safetensors.save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the offline engines leave their plan logs."""
+    return tmp_path_factory.mktemp("offline")
+
+
+@pytest.fixture(scope="module")
+def offline(folder: Path, other_weights: Path) -> dict[str, list[list[int]]]:
+    """Tokens of every engine that needs no HTTP."""
+    split = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    return run_offline(
+        [
+            {"name": "stock", "model": str(TINY_MOE), "options": {}},
+            {"name": "stock, other weights", "model": str(other_weights), "options": {}},
+            {"name": "one process", "model": str(TINY_MOE), "options": options()},
+            {
+                "name": "tensor parallel",
+                "model": str(TINY_MOE),
+                "options": split | options(plan_log=str(folder / "tensor-parallel")),
+                "reload": str(other_weights),
+            },
+            {"name": "tensor parallel, fixed", "model": str(TINY_MOE), "options": split | options(replica_slots=0)},
+        ],
+        folder,
+    )
+
+
+@pytest.fixture(scope="module")
+def data_parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    """A server of two engine processes, and the folder of its plan log."""
+    folder = tmp_path_factory.mktemp("data-parallel")
+    settings = {"megaflux": MEGAFLUX | {"plan_log": str(folder)}}
+    flags = ["--moe-backend", "megaflux", "--enable-expert-parallel", "--data-parallel-size", "2"]
+    with serve([*flags, "--additional-config", json.dumps(settings)], folder / "server.log") as server:
+        yield server, folder
+
+
+def test_one_process_gives_the_tokens_of_stock_vllm(offline: dict[str, list[list[int]]]) -> None:
+    assert offline["one process"] == offline["stock"]
+
+
+def test_tensor_and_expert_parallel_ranks_give_the_tokens_of_stock_vllm(offline: dict[str, list[list[int]]]) -> None:
+    assert offline["tensor parallel"] == offline["stock"]
+
+
+def test_replicas_open_and_do_not_change_a_token(offline: dict[str, list[list[int]]], folder: Path) -> None:
+    assert offline["tensor parallel"] == offline["tensor parallel, fixed"]
+    assert sum(plan["replicas"] for plan in plans(folder / "tensor-parallel")) > 0
+
+
+def test_reloaded_weights_reach_every_replica(offline: dict[str, list[list[int]]]) -> None:
+    assert offline["stock, other weights"] != offline["stock"]
+    assert offline["tensor parallel, reloaded"] == offline["stock, other weights"]
+
+
+def test_data_and_expert_parallel_processes_give_the_tokens_of_stock_vllm(
+    offline: dict[str, list[list[int]]], data_parallel: tuple[Server, Path]
+) -> None:
+    server, folder = data_parallel
+    one_by_one = [server.complete(prompt) for prompt in PROMPTS]  # the other engine idles with one dummy row a step
+    assert one_by_one == offline["stock"]
+    records = plans(folder)
+    assert {plan["tokens"] for plan in records} >= {2}  # a decoding engine and an idle one
+    assert sum(plan["replicas"] for plan in records) > 0
+    assert all(max(plan["loads"]) <= max(plan["fixed_loads"]) for plan in records)
+
+
+def test_uneven_load_of_concurrent_requests_gives_the_same_tokens(
+    offline: dict[str, list[list[int]]], data_parallel: tuple[Server, Path]
+) -> None:
+    server, _ = data_parallel
+    for count in (len(PROMPTS), 3):
+        assert server.complete_together(PROMPTS[:count]) == offline["stock"][:count]
+    assert server.is_healthy()
