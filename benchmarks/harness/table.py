@@ -64,4 +64,5 @@ def print_table(
     """Print ``results_table``; its columns are never cut, whatever the terminal's width."""
     table = results_table(rows, title, roofline)
     console = Console()
-    console.print(table, width=max(console.width, console.measure(table).maximum), crop=False, no_wrap=True)
+    console.width = max(console.width, console.measure(table, options=console.options.update(width=10_000)).maximum)
+    console.print(table)
