@@ -129,8 +129,9 @@ class PlanBlock:
 
     @cute.jit
     def solve(self, base, keys: cute.Tensor, request: PlanRequest, options: PlanOptions, tid: Int32):
-        """Plan ``request`` by the whole block; all tables are written by its threads when it returns, without a
-        barrier.
+        """Plan ``request`` by the whole block: the four stages in order.
+
+        All tables are written by the block's threads when it returns, without a barrier.
 
         Args:
             base: shared-memory pointer to int32 [num_words].
@@ -139,13 +140,18 @@ class PlanBlock:
             options: options.
             tid: thread index.
         """
-        sc, slot_scratch = self.views(base)
-        tables = plan_tables(self.shape, request.plan)
-        self.load(sc, tables, request, tid)
+        self.read(base, request, tid)
+        self.run_searches(base, options, tid)
+        self.choose(base, keys, options, tid)
+        self.write(base, request, tid)
+
+    @cute.jit
+    def run_searches(self, base, options: PlanOptions, tid: Int32):
+        """Steps 1 and 2, one warp a candidate; ends with a barrier."""
+        sc, _ = self.views(base)
         warp, lane = tid // 32, tid % 32
-        target = self.target(sc, lane)  # step 1
-        if warp < NUM_CANDIDATES:  # step 2
-            st = state_at(self.shape, base, warp)
+        if warp < NUM_CANDIDATES:
+            st, target = state_at(self.shape, base, warp), self.target(sc, lane)
             self.start(st, sc, lane)
             if const_expr(self.shape.num_replica_slots > 0):
                 opened, transfers = self.search.run(
@@ -159,21 +165,35 @@ class PlanBlock:
         if tid == 0:
             sc.num[0] = Int32(0)
         arch.sync_threads()
-        winner, limit = self.winner(sc)  # step 3
+
+    @cute.jit
+    def choose(self, base, keys: cute.Tensor, options: PlanOptions, tid: Int32):
+        """Steps 3 to 6 and the gate: the winner's state, or the fixed placement in its stead; ends with a barrier."""
+        sc, _ = self.views(base)
+        winner, limit = self.winner(sc)
         st = state_at(self.shape, base, winner)
         if const_expr(self.shape.num_replica_slots > 0):
             self.refine.list_keys(st, sc.holds_copy, sc.expert_of, keys, sc.num, tid, self.threads)
             arch.sync_threads()
             self.refine.sort_keys(keys, sc.num, sc.order, tid, self.threads)
             arch.sync_threads()
-        if warp == 0:
-            self.settle(st, sc, options, winner, limit, lane)  # steps 4 to 6 and the gate
+        if tid < 32:
+            self.settle(st, sc, options, winner, limit, tid)
         arch.sync_threads()
         if sc.verdict[CANDIDATE] < 0:
             self.restore(st, sc, tid)
-        self.write_header(sc, tables, request, lane, tid)
         arch.sync_threads()
-        self.slots.write(st, slot_scratch, tables, sc.resident, sc.expert_of, sc.home_of, tid)  # step 7
+
+    @cute.jit
+    def write(self, base, request: PlanRequest, tid: Int32):
+        """Step 7: the plan's tables and the copies held from now on."""
+        sc, slot_scratch = self.views(base)
+        tables = plan_tables(self.shape, request.plan)
+        winner, _ = self.winner(sc)
+        st = state_at(self.shape, base, winner)
+        if tid < 32:
+            self.write_header(sc, tables, request, tid)
+        self.slots.write(st, slot_scratch, tables, sc.resident, sc.expert_of, sc.home_of, tid)
         held = words(request.resident, self.num_keys)
         for i in cutlass.range(tid, self.shape.num_replicas, self.threads):
             held[i] = sc.resident[i]
@@ -181,8 +201,10 @@ class PlanBlock:
     # ---- input -----------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def load(self, sc: Scratch, tables: PlanTables, request: PlanRequest, tid: Int32):
+    def read(self, base, request: PlanRequest, tid: Int32):
         """Counts to blocks and fixed loads, residents to sets of ranks; ends with a barrier."""
+        sc, _ = self.views(base)
+        tables = plan_tables(self.shape, request.plan)
         shape, threads = self.shape, self.threads
         homes = words(request.homes, 2 * shape.num_experts)
         for i in cutlass.range(tid, shape.num_experts, threads):
@@ -338,18 +360,17 @@ class PlanBlock:
         return Int64(most) * options.replica_ns * Int64(1000 - options.hidden_permille) // 1000
 
     @cute.jit
-    def write_header(self, sc: Scratch, tables: PlanTables, request: PlanRequest, lane: Int32, tid: Int32):
-        """The plan's header, but for the number of transfers, which ``Slots`` knows: its table ends with it."""
-        if tid < 32:
-            fixed, blocks = self.maximum(sc.fixed_load, lane), self.all_blocks(sc, lane)
-            if lane == 0:
-                tables.header[int(Header.CANDIDATE)] = sc.verdict[CANDIDATE]
-                tables.header[int(Header.GATED)] = sc.verdict[GATED]
-                tables.header[int(Header.MAX_LOAD)] = sc.verdict[MAX_LOAD]
-                tables.header[int(Header.FIXED_MAX_LOAD)] = fixed
-                tables.header[int(Header.NUM_BLOCKS)] = blocks
-                tables.header[int(Header.NUM_REPLICAS)] = sc.verdict[NUM_REPLICAS]
-                tables.header[int(Header.EPOCH)] = request.epoch
+    def write_header(self, sc: Scratch, tables: PlanTables, request: PlanRequest, lane: Int32):
+        """The plan's header, by one warp."""
+        fixed, blocks = self.maximum(sc.fixed_load, lane), self.all_blocks(sc, lane)
+        if lane == 0:
+            tables.header[int(Header.CANDIDATE)] = sc.verdict[CANDIDATE]
+            tables.header[int(Header.GATED)] = sc.verdict[GATED]
+            tables.header[int(Header.MAX_LOAD)] = sc.verdict[MAX_LOAD]
+            tables.header[int(Header.FIXED_MAX_LOAD)] = fixed
+            tables.header[int(Header.NUM_BLOCKS)] = blocks
+            tables.header[int(Header.NUM_REPLICAS)] = sc.verdict[NUM_REPLICAS]
+            tables.header[int(Header.EPOCH)] = request.epoch
 
 
 __all__ = ["PlanBlock", "PlanOptions", "PlanRequest"]

@@ -1,0 +1,305 @@
+"""The planner's launch: top-k ids of this rank in, plan and routes out, one launch a layer and batch.
+
+Grid (1 + chunks, local ranks). Block 0 of a rank plans, the others own a chunk of its tokens each. In order:
+
+1. Every chunk counts its assignments, publishes its histogram and adds it to the rank's.
+2. The planning block waits for all chunks, writes the rank's counts into every rank's memory (parity of the launch),
+   raises its flag there, and waits for the flags of all ranks.
+3. It plans (``plan_block``), as every other rank does with the same counts, and publishes the plan.
+4. Meanwhile the chunks add up the histograms before theirs; then they wait for the plan and write routes and tables.
+
+All blocks must be resident at once, since they wait for one another: the launch is cooperative and is refused
+otherwise. Sizes are read on the device, nothing is synchronised with the host, and the launch can be captured into a
+CUDA graph: the launch number lives in device memory. No flag is ever reset. A wait that fails fills the error record
+and leaves routes unwritten.
+
+Two parities of counts suffice: a rank sends counts of launch n + 2 only after all ranks have sent those of n + 1, which
+they do after their launch n ended.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+from cutlass.memory import SmemAllocator
+
+from megaflux_kernels.layout import Wait
+from megaflux_kernels.plan_block import PlanBlock, PlanOptions, PlanRequest
+from megaflux_kernels.planner_map import THREADS, Mark, PlannerMap, PlannerShape, State, Work
+from megaflux_kernels.routes import Batch, ForwardTables, RouteBlock, WorkAddresses
+from megaflux_kernels.slots import plan_tables
+from megaflux_kernels.sync.device import count_up, doubles, publish, record_failure, wait_for, words
+
+arch = cute.arch
+
+PLAN_WAIT_BUDGETS = 3
+"""A chunk waits for the plan this many times as long as the planning block waits for each of its two inputs."""
+
+
+class Planner:
+    """Launch function and device code for one shape.
+
+    Args:
+        shape: what to plan and route.
+        forward: the forward kernel whose tables are written, or None for plan and routes alone.
+        trace: record the ends of the stages in ``PlannerMap.trace``.
+    """
+
+    def __init__(self, shape: PlannerShape, forward: ForwardTables | None, trace: bool) -> None:
+        self.shape, self.search, self.trace, self.forward = shape, shape.search, trace, forward
+        self.map = PlannerMap(shape)
+        self.block, self.routes = PlanBlock(shape.search, THREADS), RouteBlock(shape, forward)
+        self.num_words = max(self.block.num_words, self.routes.num_words)
+
+    @cute.jit
+    def __call__(
+        self,
+        ids: Int64,
+        ids_stride: Int64,
+        num_tokens: Int64,
+        resident: Int64,
+        region: Int64,
+        region_stride: Int64,
+        first_rank: Int32,
+        local_ranks: Int32,
+        transfer_cost: Int32,
+        penalty: Int32,
+        block_ns: Int64,
+        replica_ns: Int64,
+        plan_ns: Int64,
+        hidden_permille: Int32,
+        budget_ns: Int64,
+        stream,
+    ):
+        """Launch.
+
+        Args:
+            ids: address of int32 [M, k], logical expert ids of the first local rank; others follow every ``ids_stride``
+                bytes.
+            num_tokens: address of int32 [local ranks], tokens M of each, 0 to ``max_tokens``.
+            resident: address of int32 [local ranks, P, s], copies held before this launch, -1 for none; overwritten
+                with those held afterwards.
+            region: address of the first local rank's ``PlannerMap``; others follow every ``region_stride`` bytes.
+            first_rank: rank of the first local rank.
+            local_ranks: ranks that this launch plans for: 1, or all P virtual ranks of a device.
+            transfer_cost, penalty, block_ns, replica_ns, plan_ns, hidden_permille: ``PlanOptions``.
+            budget_ns: bound of each wait, nanoseconds.
+            stream: CUDA stream.
+        """
+
+        @cute.struct
+        class Storage:
+            keys: cute.struct.MemRange[Int64, self.block.num_keys]
+            words: cute.struct.MemRange[Int32, self.num_words]
+            ok: cute.struct.MemRange[Int32, 1]
+
+        self.storage = Storage
+        options = (transfer_cost, penalty, block_ns, replica_ns, plan_ns, hidden_permille)
+        self.kernel(
+            ids, ids_stride, num_tokens, resident, region, region_stride, first_rank, *options, budget_ns
+        ).launch(
+            grid=[1 + self.shape.num_chunks, local_ranks, 1], block=[THREADS, 1, 1], cooperative=True, stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        ids: Int64,
+        ids_stride: Int64,
+        num_tokens: Int64,
+        resident: Int64,
+        region: Int64,
+        region_stride: Int64,
+        first_rank: Int32,
+        transfer_cost: Int32,
+        penalty: Int32,
+        block_ns: Int64,
+        replica_ns: Int64,
+        plan_ns: Int64,
+        hidden_permille: Int32,
+        budget_ns: Int64,
+    ):
+        tid, _, _ = arch.thread_idx()
+        role, local, _ = arch.block_idx()
+        memory = SmemAllocator().allocate(self.storage)
+        base, ok = memory.words.data_ptr(), memory.ok.get_tensor(cute.make_layout(1))
+        region = region + Int64(local) * region_stride
+        rank = first_rank + local
+        state = self.tensor(region, "state")
+        epoch = arch.load(state.iterator + int(State.EPOCH), Int32) + 1
+        if role == 0:
+            keys = memory.keys.get_tensor(cute.make_layout(self.block.num_keys))
+            copies = resident + Int64(local) * (4 * self.search.num_replicas)
+            options = PlanOptions(transfer_cost, penalty, block_ns, replica_ns, plan_ns, hidden_permille)
+            self.plan(base, keys, copies, region, rank, epoch, options, budget_ns, tid)
+        else:
+            tokens = arch.load(words(num_tokens).iterator + local, Int32)
+            batch = Batch(
+                words(ids + Int64(local) * ids_stride, self.shape.max_tokens * self.shape.top_k),
+                self.tensor(region, "route_place"),
+                self.tensor(region, "route_row"),
+                tokens,
+            )
+            self.route(base, ok, batch, region, role - 1, rank, epoch, budget_ns, tid)
+
+    def at(self, region, name: str):
+        """Address of a region of the map."""
+        return region + self.map.offsets[name]
+
+    def tensor(self, region, name: str):
+        """A region of the map as a flat tensor."""
+        size = 1
+        for extent in self.map.regions[name].extents:
+            size *= extent
+        make = doubles if self.map.regions[name].dtype == "int64" else words
+        return make(self.at(region, name), size)
+
+    @cute.jit
+    def mark(self, region: Int64, mark: cutlass.Constexpr, tid: Int32):
+        """Record the SM clock, when tracing, and the global timer at the first and the last mark."""
+        if const_expr(self.trace):
+            if tid == 0:
+                trace = self.tensor(region, "trace")
+                trace[int(mark)] = arch.clock64()
+                if const_expr(mark == Mark.START):
+                    trace[int(Mark.START_NS)] = arch.globaltimer()
+                if const_expr(mark == Mark.PLAN):
+                    trace[int(Mark.PLAN_NS)] = arch.globaltimer()
+
+    # ---- the planning block ----------------------------------------------------------------------------------------
+
+    @cute.jit
+    def plan(
+        self,
+        base,
+        keys: cute.Tensor,
+        resident: Int64,
+        region: Int64,
+        rank: Int32,
+        epoch: Int32,
+        options: PlanOptions,
+        budget_ns: Int64,
+        tid: Int32,
+    ):
+        """Steps 2 and 3."""
+        self.mark(region, Mark.START, tid)
+        counts = self.at(region, "counts") + Int64(epoch & 1) * (4 * self.search.num_ranks * self.search.num_experts)
+        self.exchange(region, counts - region, rank, epoch, budget_ns, tid)
+        self.mark(region, Mark.EXCHANGE, tid)
+        request = PlanRequest(counts, self.at(region, "homes"), resident, self.at(region, "plan"), rank, epoch)
+        self.block.read(base, request, tid)
+        self.mark(region, Mark.BLOCKS, tid)
+        self.block.run_searches(base, options, tid)
+        self.mark(region, Mark.SEARCH, tid)
+        self.block.choose(base, keys, options, tid)
+        self.mark(region, Mark.REFINE, tid)
+        self.block.write(base, request, tid)
+        arch.sync_threads()
+        if tid == 0:
+            state = self.tensor(region, "state")
+            state[int(State.EPOCH)] = epoch
+            publish(self.at(region, "state") + 4 * int(State.PLAN), epoch, "gpu")
+        self.mark(region, Mark.PLAN, tid)
+
+    @cute.jit
+    def exchange(self, region: Int64, counts: Int64, rank: Int32, epoch: Int32, budget_ns: Int64, tid: Int32):
+        """Gather the rank's histogram, send it to all ranks and wait for theirs; ``counts`` is an offset of the map."""
+        experts, ranks, chunks = self.search.num_experts, self.search.num_ranks, self.shape.num_chunks
+        error, own = self.at(region, "error"), self.tensor(region, "rank_counts")
+        if tid == 0:
+            seen = wait_for(self.at(region, "state") + 4 * int(State.HISTOGRAMS), epoch * chunks, budget_ns, "gpu")
+            if epoch * chunks - seen > 0:
+                record_failure(error, Wait.HISTOGRAM, rank, epoch * chunks - seen, epoch)
+        arch.sync_threads()
+        self.mark(region, Mark.HISTOGRAM, tid)
+        peers = self.tensor(region, "peers")
+        row = counts + Int64(rank) * (4 * experts)
+        for expert in cutlass.range(tid, experts, THREADS):
+            num = arch.load(own.iterator + expert, Int32)
+            own[expert] = Int32(0)
+            for peer in cutlass.range(ranks, unroll=8):
+                words(peers[peer] + row, experts)[expert] = num
+        arch.sync_threads()
+        for peer in cutlass.range(tid, ranks, THREADS):
+            publish(peers[peer] + self.map.offsets["counts_flags"] + Int64(rank) * 4, epoch, "sys")
+        self.mark(region, Mark.SENT, tid)
+        for peer in cutlass.range(tid, ranks, THREADS):
+            seen = wait_for(self.at(region, "counts_flags") + Int64(peer) * 4, epoch, budget_ns, "sys")
+            if epoch - seen > 0:
+                record_failure(error, Wait.COUNTS, peer, epoch - seen, epoch)
+        arch.sync_threads()
+
+    # ---- chunks ----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def route(
+        self,
+        base,
+        ok: cute.Tensor,
+        batch: Batch,
+        region: Int64,
+        chunk: Int32,
+        rank: Int32,
+        epoch: Int32,
+        budget_ns: Int64,
+        tid: Int32,
+    ):
+        """Steps 1 and 4."""
+        experts = self.search.num_experts
+        counts = cute.make_tensor(base, cute.make_layout(self.routes.num_words))
+        all_chunks = self.tensor(region, "chunk_counts")
+        chunk_counts = cute.make_tensor(all_chunks.iterator + chunk * experts, cute.make_layout(experts))
+        self.routes.count(counts, batch, chunk, tid)
+        self.routes.sum_warps(counts, chunk_counts, self.tensor(region, "rank_counts"), tid)
+        arch.sync_threads()
+        state = self.at(region, "state")
+        if tid == 0:
+            count_up(state + 4 * int(State.HISTOGRAMS), Int32(1), "gpu")
+            num = epoch * self.shape.num_chunks
+            ok[0] = wait_for(state + 4 * int(State.HISTOGRAMS), num, budget_ns, "gpu") - num
+        arch.sync_threads()
+        if ok[0] >= 0:
+            self.routes.add_chunks(counts, all_chunks, chunk, tid)
+        arch.sync_threads()
+        if tid == 0:
+            if ok[0] >= 0:
+                ok[0] = wait_for(state + 4 * int(State.PLAN), epoch, budget_ns * PLAN_WAIT_BUDGETS, "gpu") - epoch
+        arch.sync_threads()
+        if ok[0] >= 0:
+            self.write(base, batch, region, chunk, rank, epoch, tid)
+        elif tid == 0:
+            record_failure(self.at(region, "error"), Wait.PLAN, rank, chunk, epoch)
+
+    @cute.jit
+    def write(self, base, batch: Batch, region: Int64, chunk: Int32, rank: Int32, epoch: Int32, tid: Int32):
+        """Routes and tables, once the plan is there."""
+        tables = plan_tables(self.search, self.at(region, "plan"))
+        self.routes.load_plan(base, tables, tid)
+        addresses = self.tensor(region, "work")
+        fields = (Work.HEADER, Work.TASKS, Work.TRANSFERS, Work.COUNTERS, Work.PEERS)
+        work = WorkAddresses(*[addresses[int(field)] for field in fields])
+        self.routes.emit(base, batch, chunk, rank, work.peers, tid)
+        if const_expr(self.forward is not None):
+            experts = self.search.num_experts
+            home_of = words(self.at(region, "homes") + 4 * experts, experts)
+            self.routes.own_tables(base, tables, work, home_of, chunk, rank, epoch, tid)
+
+
+@cache
+def compile_planner(shape: PlannerShape, forward: ForwardTables | None = None, trace: bool = False):
+    """The compiled launch; call it with the arguments of ``Planner.__call__``."""
+    return cute.compile(
+        Planner(shape, forward, trace),
+        *[Int64(0)] * 6,
+        *[Int32(0)] * 4,
+        *[Int64(0)] * 3,
+        Int32(0),
+        Int64(0),
+        cutlass.cuda.default_stream(),
+    )
+
+
+__all__ = ["Planner", "compile_planner"]
