@@ -33,6 +33,7 @@ SERVED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "enable_elastic_ep": (OFF, "ranks and home experts are fixed when the engine starts", "drop it"),
     "enable_dbo": (OFF, "the exchanges of two half batches would interleave", "drop it"),
     "enable_lora": (OFF, "adapters of routed experts are not computed", "merge the adapter into the checkpoint"),
+    "quantization": (OFF, f"experts are computed in {' or '.join(DTYPES)}", "serve a checkpoint that is not quantized"),
     "speculative_config": (OFF, "layers of a draft model are not tested", "drop it"),
     "pipeline_parallel_size": ((1,), "pipeline stages are not tested", "use data or tensor parallelism"),
     "prefill_context_parallel_size": ((1,), "rows split by context are not tested", "use data or tensor parallelism"),
@@ -117,7 +118,7 @@ def check_config(config: VllmConfig) -> None:
         method = config.quant_config.get_name()
         raise UnsupportedError(
             f"quantization {method}",
-            f"{FLAG} computes in {' or '.join(DTYPES)}",
+            f"with {FLAG}, experts are computed in {' or '.join(DTYPES)}",
             "serve a checkpoint that is not quantized",
         )
     if str(model.dtype).removeprefix("torch.") not in DTYPES:

@@ -1,0 +1,176 @@
+"""The adapters of the vLLM plugin, without an engine: what each translates, and that the hooks took."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+import megaflux_vllm
+from megaflux_vllm import backend_name, checks, cpu_router, layer, method, ranks, versions
+from megaflux_vllm.ranks import RowShard, home_ranks
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.kernel import KernelConfig
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from megaflux_serve.errors import InputError, UnsupportedError
+from tests.plugins.vllm_configs import moe_config
+
+deterministic = settings(derandomize=True, deadline=None, max_examples=50)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> None:
+    megaflux_vllm.register()
+
+
+def test_registering_again_changes_nothing() -> None:
+    before = dict(op_registry_oot), checks.is_installed(), KernelConfig.__annotations__["moe_backend"]
+    megaflux_vllm.register()
+    assert (dict(op_registry_oot), checks.is_installed(), KernelConfig.__annotations__["moe_backend"]) == before
+
+
+def test_other_backends_keep_their_names_and_wrong_ones_are_refused() -> None:
+    assert KernelConfig(moe_backend="triton").moe_backend == "triton"
+    assert KernelConfig(moe_backend="MegaFlux").moe_backend == backend_name.BACKEND
+    with pytest.raises(ValueError, match="'megaflux'"):
+        KernelConfig(moe_backend="nonsense")
+
+
+def test_a_hook_that_another_plugin_replaced_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(op_registry_oot, layer.ROUTED_EXPERTS, torch.nn.Module)
+    with pytest.raises(UnsupportedError, match="the layer of routed experts"):
+        megaflux_vllm.register()
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [("0.25.1", False), ("0.26.0", True), ("0.27.1+cpu", True), ("0.33.0", True), ("0.34.0rc1", False), ("1.0", False)],
+)
+def test_releases_outside_the_tested_range_do_not_get_the_backend(version: str, supported: bool) -> None:
+    assert versions.is_supported(version) is supported
+    assert "0.26.0, 0.27.1, 0.32.0, 0.33.0" in str(versions.refusal(version))
+
+
+def test_a_release_that_is_not_supported_is_left_alone_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(versions, "engine_version", lambda: "0.34.0")
+    monkeypatch.setattr(backend_name, "accept", lambda: pytest.fail("hooked an unknown release"))
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # vLLM's own handler would keep it from caplog
+    megaflux_vllm.register()
+    assert "--moe-backend megaflux on vLLM 0.34.0: its layer interface has not been tested" in caplog.text
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_cpu_router_gives_softmax_weights_of_the_largest_experts(renormalize: bool, biased: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(9, 16, generator=generator)
+    bias = torch.randn(16, generator=generator) if biased else None
+    weights, ids = torch.empty(9, 3), torch.empty(9, 3, dtype=torch.int32)
+    cpu_router.topk_softmax(weights, ids, torch.empty(0), logits, renormalize, bias)
+
+    exact = np.exp(logits.double().numpy())
+    exact /= exact.sum(axis=1, keepdims=True)
+    scores = exact if bias is None else exact + bias.double().numpy()
+    expected = np.argsort(-scores, axis=1)[:, :3]
+    picked = np.take_along_axis(exact, expected, axis=1)
+    if renormalize:
+        picked /= picked.sum(axis=1, keepdims=True)
+    np.testing.assert_array_equal(ids.numpy(), expected)
+    np.testing.assert_allclose(weights.numpy(), picked, rtol=1e-5)
+
+
+@deterministic
+@given(num_rows=st.integers(0, 40), num_parts=st.integers(1, 8))
+def test_tensor_parallel_ranks_bring_every_row_once_and_in_order(num_rows: int, num_parts: int) -> None:
+    rows = torch.arange(num_rows * 2).view(num_rows, 2)
+    parts = [RowShard(num_parts, part).take(rows) for part in range(num_parts)]
+    assert torch.equal(torch.cat(parts), rows)
+    assert max(part.shape[0] for part in parts) == RowShard(num_parts, 0).rows_a_part(num_rows)
+
+
+@deterministic
+@given(num_rows=st.integers(0, 12), num_parts=st.integers(2, 5))
+def test_gathering_parts_gives_all_rows(num_rows: int, num_parts: int) -> None:
+    rows = torch.arange(num_rows * 3, dtype=torch.float32).view(num_rows, 3)
+    shards = [RowShard(num_parts, part) for part in range(num_parts)]
+    padded: list[torch.Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.distributed.tensor_model_parallel_all_gather", lambda x, dim: padded.append(x) or x)
+        for shard in shards:
+            shard.gather(shard.take(rows), num_rows)
+        patch.setattr("vllm.distributed.tensor_model_parallel_all_gather", lambda x, dim: torch.cat(padded, dim))
+        for shard in shards:
+            assert torch.equal(shard.gather(shard.take(rows), num_rows), rows)
+
+
+@given(num_rows=st.integers(0, 30), top_k=st.integers(1, 4), padding=st.integers(0, 30))
+@deterministic
+def test_padding_rows_get_distinct_experts_and_real_rows_keep_theirs(num_rows: int, top_k: int, padding: int) -> None:
+    real = torch.stack([torch.arange(top_k) for _ in range(num_rows)]) if num_rows else torch.empty(0, top_k).long()
+    ids = torch.cat([real, torch.full((padding, top_k), -1)]).to(torch.int32)
+    routed = method.route_padding(ids, 6)
+    assert torch.equal(routed[:num_rows], ids[:num_rows])
+    assert all(len(set(row)) == top_k and 0 <= min(row) <= max(row) < 6 for row in routed[num_rows:].tolist())
+
+
+class Group:
+    """vLLM's expert-parallel group, as far as ``home_ranks`` looks at it."""
+
+    cpu_group = None
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+
+
+def gathered_homes(monkeypatch: pytest.MonkeyPatch, maps: list[torch.Tensor]) -> list[int]:
+    """``home_ranks`` where the ranks hold these expert maps."""
+
+    def all_gather(into: list[torch.Tensor], own: torch.Tensor, group: None) -> None:
+        for tensor, held in zip(into, maps, strict=True):
+            tensor.copy_(held)
+
+    monkeypatch.setattr("vllm.distributed.get_ep_group", lambda: Group(len(maps)))
+    monkeypatch.setattr(ranks.dist, "all_gather", all_gather)
+    return home_ranks(maps[0], maps[0].numel()).tolist()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "homes"), [("linear", [0, 0, 0, 1, 1, 1, 2, 2, 2]), ("round_robin", [0, 1, 2, 0, 1, 2, 0, 1, 2])]
+)
+def test_home_ranks_are_those_that_vllm_placed(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, homes: list[int]
+) -> None:
+    maps = [determine_expert_map(3, rank, 9, strategy)[1] for rank in range(3)]
+    assert gathered_homes(monkeypatch, maps) == homes
+    assert home_ranks(None, 4).tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("maps", "problem"),
+    [
+        ([[0, 1, -1, -1], [-1, 0, 1, -1]], "expert 1 is on 2 ranks"),
+        ([[0, 1, -1, -1], [-1, -1, 0, -1]], "expert 3 is on 0 ranks"),
+        ([[1, 0, -1, -1], [-1, -1, 0, 1]], "local indices that grow"),
+    ],
+)
+def test_a_placement_without_one_home_an_expert_is_refused(
+    monkeypatch: pytest.MonkeyPatch, maps: list[list[int]], problem: str
+) -> None:
+    with pytest.raises(InputError, match=problem):
+        gathered_homes(monkeypatch, [torch.tensor(row, dtype=torch.int32) for row in maps])
+
+
+def test_the_stock_method_does_not_stand_in_for_the_backend() -> None:
+    with pytest.raises(UnsupportedError, match="a class of its own for routed experts"):
+        UnquantizedFusedMoEMethod(moe_config(moe_backend="megaflux"))
+    with set_current_vllm_config(VllmConfig()):
+        assert isinstance(UnquantizedFusedMoEMethod(moe_config(moe_backend="auto")), UnquantizedFusedMoEMethod)
