@@ -39,8 +39,8 @@ def test_real_families_are_left_out_with_a_reason_where_traces_are_absent(
 
 
 def test_the_bound_tries_every_way_to_share_blocks_among_the_copies() -> None:
-    # 300 + 20 rows: blocks of 128, 128, 44 and 20, two on each rank. The plan gives rank 0 two full ones (256) and rank 1
-    # the partial ones (64). At best rank 0 has one full and the partial one (172), rank 1 a full one and the 20 (148).
+    # 300 + 20 rows: blocks of 128, 128, 44 and 20, two on each rank. The plan gives rank 0 two full ones (256) and
+    # rank 1 the partial ones (64). At best rank 0 has a full and the partial one (172), rank 1 a full one and the 20.
     plan = plan_replicas(np.array([[300, 20], [0, 0]]), SlotLayout(2, 2, 1))
     assert plan.loads.tolist() == [2, 2]
     assert least_max_rows(plan) == 172

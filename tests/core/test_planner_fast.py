@@ -23,7 +23,7 @@ def assert_equal_plans(left: ReplicaPlan, right: ReplicaPlan) -> None:
         assert np.array_equal(a, b), name
 
 
-@settings(deterministic, max_examples=400)
+@settings(deterministic, max_examples=250)
 @given(cases())
 def test_the_compiled_planner_equals_the_specification(
     case: tuple[CountArray, SlotLayout, PlannerOptions, IntArray | None],
