@@ -19,7 +19,11 @@ from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
+from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import InputError, UnsupportedError
+from megaflux_serve.executors import ReferenceExecutor
+from megaflux_serve.workspace import Workspace
+from tests.oracles.moe_float64 import moe_float64
 from tests.plugins.vllm_configs import moe_config
 
 deterministic = settings(derandomize=True, deadline=None, max_examples=50)
@@ -174,3 +178,59 @@ def test_the_stock_method_does_not_stand_in_for_the_backend() -> None:
         UnquantizedFusedMoEMethod(moe_config(moe_backend="megaflux"))
     with set_current_vllm_config(VllmConfig()):
         assert isinstance(UnquantizedFusedMoEMethod(moe_config(moe_backend="auto")), UnquantizedFusedMoEMethod)
+
+
+class Layer(torch.nn.Module):
+    """vLLM's layer of routed experts, as far as the method looks at it."""
+
+    expert_map = None
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> tuple[method.MegaFluxMoEMethod, Layer]:
+    """A layer of 8 experts on one rank, its weights loaded."""
+    context = ranks.RankContext(MegaFluxConfig(block_rows=4), ReferenceExecutor(1), Workspace(0), [])
+    monkeypatch.setattr(method, "rank_context", lambda: context)
+    monkeypatch.setattr(RowShard, "of", lambda moe: RowShard(1, 0))
+    with set_current_vllm_config(VllmConfig()):
+        quant_method = method.MegaFluxMoEMethod("layer 0", moe_config(num_experts=8, num_logical_experts=8))
+    module, generator = Layer(), torch.Generator().manual_seed(0)
+    quant_method.create_weights(module, 8, 32, 16, torch.float32, weight_loader=None)
+    for weight in module.parameters():
+        weight.data.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
+    quant_method.process_weights_after_loading(module)
+    return quant_method, module
+
+
+def test_apply_computes_the_layer_and_ignores_padding(served: tuple[method.MegaFluxMoEMethod, Layer]) -> None:
+    quant_method, module = served
+    generator = torch.Generator().manual_seed(1)
+    x, logits = torch.randn(7, 32, generator=generator), torch.randn(7, 8, generator=generator)
+    weights, ids = logits.softmax(-1).topk(2)
+    ids[5:] = -1
+    output = quant_method.apply(module, x, weights, ids.to(torch.int32))
+    exact = moe_float64(*(t[:5] for t in (x, ids, weights)), module.w13_weight.data, module.w2_weight.data)
+    np.testing.assert_allclose(output[:5].numpy(), exact, rtol=1e-4, atol=1e-5)
+    assert quant_method.moe_kernel is not None
+    assert not quant_method.moe_kernel.output_is_reduced()
+
+
+def test_every_way_of_updating_weights_is_noticed(served: tuple[method.MegaFluxMoEMethod, Layer]) -> None:
+    quant_method, module = served
+    moe = quant_method.home_weights_checked(module)
+    address, moe.is_stale = moe.slots[0].home.w13.data_ptr(), False
+    quant_method.home_weights_checked(module)
+    assert not moe.is_stale
+
+    quant_method.process_weights_after_loading(module)  # a reload
+    assert moe.is_stale
+    moe.is_stale = False
+    with torch.no_grad():
+        module.w2_weight.copy_(module.w2_weight * 2)  # a trainer that writes in place
+    assert quant_method.home_weights_checked(module) is moe
+    assert moe.is_stale
+    assert moe.slots[0].home.w13.data_ptr() == address
+
+    module.w13_weight = torch.nn.Parameter(module.w13_weight.clone(), requires_grad=False)
+    with pytest.raises(UnsupportedError, match="layer 0: its weight tensors were replaced"):
+        quant_method.home_weights_checked(module)
