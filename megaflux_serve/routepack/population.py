@@ -1,0 +1,200 @@
+"""Population annealing over layouts: levels, path weights, resampling, and the incumbent (section 4.1, appendix E.2).
+
+Decides how a budget of proposals is spent over chains. Knows no demand beyond the problem. Chains are independent
+within a level and draw from their own seeds, so the result does not depend on how many threads run them. Every chain's
+best layout is scored exactly; the incumbent starts as the best seed and only ever improves.
+
+A budget in seconds is turned into a number of proposals by timing a short trial chain, and that number is recorded: the
+same number with the same seed gives the same layout on any machine.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from megaflux_serve.errors import ConfigError
+from megaflux_serve.routepack.anneal import ChainResult, Tables, run_chain
+from megaflux_serve.routepack.demand import FloatArray
+from megaflux_serve.routepack.layout import Layout
+from megaflux_serve.routepack.score import Problem, Score, row_costs, score
+
+TRIAL_PROPOSALS = 20_000
+"""Length of the chain that is timed to turn seconds into proposals: 5 to 20 ms."""
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """How hard to search.
+
+    Attributes:
+        proposals: moves proposed over all chains and levels; ignored where ``budget_s`` is set.
+        budget_s: wall-clock seconds for annealing instead, above 0.
+        members: chains of the population.
+        levels: temperature segments; chains are resampled between them.
+        min_parents: distinct chains that resampling keeps at least, at most ``members``.
+        candidates: seeds built, from which ``members`` are chosen; at least 2.
+        hot, cold: first and last temperature in units of the mean row cost of the best seed.
+        seed: of everything random.
+        workers: threads; the result does not depend on it.
+    """
+
+    proposals: int = 2_000_000
+    budget_s: float | None = None
+    members: int = 2
+    levels: int = 2
+    min_parents: int = 1
+    candidates: int = 4
+    hot: float = 6e-3
+    cold: float = 6e-5
+    seed: int = 0
+    workers: int = 2
+
+    def __post_init__(self) -> None:
+        lowest = (
+            ("proposals", 0),
+            ("members", 1),
+            ("levels", 1),
+            ("min_parents", 1),
+            ("candidates", 2),
+            ("workers", 1),
+        )
+        for name, low in (*lowest, ("seed", 0)):
+            if getattr(self, name) < low:
+                raise ConfigError(name, getattr(self, name), f"an integer of at least {low}")
+        if self.min_parents > self.members:
+            raise ConfigError("min_parents", self.min_parents, f"at most the {self.members} members")
+        if self.budget_s is not None and not 0 < self.budget_s < math.inf:
+            raise ConfigError("budget_s", self.budget_s, "seconds above 0")
+        if not 0 < self.cold <= self.hot < math.inf:
+            raise ConfigError("cold", self.cold, f"above 0 and at most hot = {self.hot}")
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What the search returns.
+
+    Attributes:
+        layout: the best layout seen, canonical.
+        score: its exact score.
+        proposals: moves proposed in all; give it as ``SearchOptions.proposals`` to repeat a timed search exactly.
+        history: (proposals so far, incumbent's primary score) after seeding and after every level.
+    """
+
+    layout: Layout
+    score: Score
+    proposals: int
+    history: tuple[tuple[int, float], ...]
+
+
+def search(
+    problem: Problem,
+    seeds: list[Layout],
+    options: SearchOptions,
+    progress: Callable[[float], None] | None = None,
+) -> SearchResult:
+    """Anneal a population that starts from ``seeds``, best first.
+
+    1. Incumbent: the best seed. 2. Each level cools every chain through its segment of the geometric schedule. 3. Each
+    chain's best state may replace the incumbent, by exact score. 4. Between levels, chains are resampled by path
+    weight.
+
+    Args:
+        problem: what is minimised.
+        seeds: legal layouts with the same rows; repeated in order where there are fewer than members.
+        options: budget and shape of the population.
+        progress: called with the share of the budget spent, 0 to 1.
+    """
+    tables = Tables.of(problem)
+    shards = problem.topology.num_shards
+    best = min((seed.canonical(shards) for seed in seeds), key=lambda layout: score(problem, layout))  # step 1
+    best_score = score(problem, best)
+    unit = float(row_costs(problem, best).joint.mean())
+    total = options.proposals
+    if options.budget_s is not None:
+        total = _affordable(tables, best, options, unit)
+    per_chain = -(-total // (options.members * options.levels))
+    history = [(0, best_score.primary)]
+    states = [seeds[j % len(seeds)] for j in range(options.members)]
+    rng = np.random.default_rng((options.seed, 1))
+    with ThreadPoolExecutor(max_workers=min(options.workers, options.members)) as pool:
+        for level in range(options.levels):
+            hot, cold = (_temperature(options, unit, share / options.levels) for share in (level, level + 1))
+
+            def chain(j: int, level: int = level, hot: float = hot, cold: float = cold) -> ChainResult:
+                seed = (options.seed * options.levels + level) * options.members + j
+                return run_chain(tables, states[j], per_chain, hot, cold, best_score.primary, seed)  # noqa: B023
+
+            results = list(pool.map(chain, range(options.members)))  # step 2
+            for result in results:  # step 3
+                layout = Layout(result.best, best.num_rows, best.num_slots).canonical(shards)
+                layout_score = score(problem, layout)
+                if layout_score < best_score:
+                    best, best_score = layout, layout_score
+            parents = resample(np.array([r.path_weight for r in results]), options.min_parents, rng)  # step 4
+            states = [Layout(results[j].last, best.num_rows, best.num_slots) for j in parents]
+            history.append(((level + 1) * per_chain * options.members, best_score.primary))
+            if progress:
+                progress((level + 1) / options.levels)
+    return SearchResult(best, best_score, history[-1][0], tuple(history))
+
+
+def resample(path_weights: FloatArray, min_parents: int, rng: np.random.Generator) -> list[int]:
+    """The parent of every chain of the next level.
+
+    Probabilities are ``softmax(gamma * path_weights)`` with the largest gamma in 0 to 1 for which M multinomial draws
+    are expected to name ``min_parents`` distinct parents. The ``min_parents`` most probable each survive once, and
+    systematic resampling fills the other places.
+
+    Args:
+        path_weights: float64 [M], l_j.
+        min_parents: 1 to M.
+        rng: one number is drawn from it.
+    """
+    members = path_weights.size
+
+    def probabilities(gamma: float) -> FloatArray:
+        weights = np.exp(gamma * (path_weights - path_weights.max()))
+        return np.asarray(weights / weights.sum())
+
+    def distinct(gamma: float) -> float:
+        return float((1 - (1 - probabilities(gamma)) ** members).sum())
+
+    # Equal chances name no more than this many distinct parents on average, whatever is asked for.
+    wanted = min(float(min_parents), distinct(0.0))
+    low, high = 0.0, 1.0
+    if distinct(high) < wanted:
+        for _ in range(50):
+            middle = (low + high) / 2
+            low, high = (middle, high) if distinct(middle) >= wanted else (low, middle)
+        high = low
+    chances = probabilities(high)
+    kept = np.argsort(-chances, kind="stable")[:min_parents].tolist()
+    places = members - min_parents
+    pointers = (np.arange(places) + rng.random()) / max(places, 1)
+    drawn = np.minimum(np.searchsorted(np.cumsum(chances), pointers, side="right"), members - 1)
+    return [*kept, *drawn.tolist()]
+
+
+def _temperature(options: SearchOptions, unit: float, share: float) -> float:
+    """The temperature after ``share`` of the schedule, in cost units."""
+    return float(unit * options.hot * (options.cold / options.hot) ** share)
+
+
+def _affordable(tables: Tables, layout: Layout, options: SearchOptions, unit: float) -> int:
+    """Proposals that fit ``budget_s``, to two digits, so that repeated runs mostly agree on the number."""
+    assert options.budget_s is not None
+    middle = _temperature(options, unit, 0.5)
+    run_chain(tables, layout, 0, middle, middle, 0.0, 0)  # loads the compiled code
+    start = time.perf_counter()
+    run_chain(tables, layout, TRIAL_PROPOSALS, middle, middle, 0.0, 0)
+    seconds = time.perf_counter() - start
+    rounds = -(-options.members // options.workers)
+    fitting = (options.budget_s - seconds) / seconds * TRIAL_PROPOSALS * options.members / rounds
+    digits = max(0, math.floor(math.log10(max(fitting, 1))) - 1)
+    return max(0, int(fitting // 10**digits) * int(10**digits))
