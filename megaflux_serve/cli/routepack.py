@@ -1,0 +1,299 @@
+"""``megaflux routepack``: plan a window, replay several, compare policies.
+
+Parses, calls and prints. A window is an ``.npz`` file with ``counts`` and ``lengths``, or with ``experts`` and
+``offsets``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from megaflux_serve.cli.render import write_atomically
+from megaflux_serve.errors import ConfigError
+from megaflux_serve.routepack.demand import Demand
+from megaflux_serve.routepack.files import load_plan, save_plan, summary
+from megaflux_serve.routepack.placement import Placement, PlacementOptions
+from megaflux_serve.routepack.plan import PlanOptions, WindowPlan, plan_window
+from megaflux_serve.routepack.population import SearchOptions
+from megaflux_serve.routepack.report import PolicyReport, compare_policies
+from megaflux_serve.routepack.topology import CostModel, DenseStage, Topology, stages_from_shape
+
+app = typer.Typer(
+    name="routepack",
+    help="Place experts and schedule trajectories for RL training, from routing replay.",
+    no_args_is_help=True,
+)
+
+Window = Annotated[Path, typer.Argument(help="Window: .npz with counts and lengths, or experts and offsets.")]
+Ranks = Annotated[int, typer.Option(help="Expert-parallel ranks P.")]
+Slots = Annotated[int, typer.Option(help="Data-parallel slots D.")]
+Capacity = Annotated[int, typer.Option(help="Tokens that a cell holds, C.")]
+Shards = Annotated[int, typer.Option(help="EDP shards G.")]
+Pipeline = Annotated[int, typer.Option(help="Pipeline stages PP; rows are at least 2 PP where PP > 1.")]
+Stage = Annotated[
+    list[str] | None,
+    typer.Option(help="Dense stage NAME=LINEAR[,QUADRATIC] in units of C routed rows; repeat for each stage."),
+]
+Shape = Annotated[
+    str | None,
+    typer.Option(help="Instead of --stage: LAYERS,HIDDEN,INTERMEDIATE,ATTENTION_WIDTH, costs from operation counts."),
+]
+Budget = Annotated[float, typer.Option(help="Seconds of search.")]
+Proposals = Annotated[
+    int | None, typer.Option(help="Moves to propose instead of --budget; the plan is then repeatable exactly.")
+]
+Seed = Annotated[int, typer.Option(help="Seed of the search.")]
+MoveCost = Annotated[
+    float, typer.Option(help="Routed rows of straggler time that moving one expert is worth; 0 goes to the CV target.")
+]
+Communication = Annotated[float, typer.Option(help="Cost of a received token copy in routed rows; 0 leaves it out.")]
+Bubble = Annotated[bool, typer.Option("--bubble", help="Count the fill and drain of the pipeline.")]
+Png = Annotated[Path | None, typer.Option(help="Write a picture to this file.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+@app.command()
+def plan(
+    window: Window,
+    ranks: Ranks,
+    slots: Slots,
+    capacity: Capacity,
+    shards: Shards = 1,
+    pipeline: Pipeline = 1,
+    stage: Stage = None,
+    shape: Shape = None,
+    budget: Budget = 1.0,
+    proposals: Proposals = None,
+    seed: Seed = 0,
+    move_cost: MoveCost = 0.0,
+    communication: Communication = 0.0,
+    bubble: Bubble = False,
+    previous: Annotated[Path | None, typer.Option(help="Saved plan whose placement the slots hold now.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Save the plan to this new folder.")] = None,
+    png: Png = None,
+    as_json: Json = False,
+) -> None:
+    """Plan one window.
+
+    Example: megaflux routepack plan window.npz --ranks 8 --slots 8 --capacity 8192 --stage kda=148.7 --stage
+    mla=42.9,53.3
+    """
+    topology = Topology(ranks, slots, capacity, shards, pipeline)
+    options = _options(topology, stage, shape, budget, proposals, seed, move_cost, communication, bubble)
+    demand = Demand.load(window)
+    before = load_plan(previous).placement if previous else None
+    console = Console()
+    with _progress(console, as_json) as report:
+        made = plan_window(demand, None, topology, options, before, progress=report)
+    if out:
+        save_plan(made, out)
+    if png or not as_json:
+        policies = compare_policies(demand, made, options)
+    if png:
+        _draw_window(png, demand, made, policies)
+    if as_json:
+        print(json.dumps(summary(made), indent=2))
+        return
+    console.print(plan_table(made))
+    console.print(policy_table(policies))
+
+
+@app.command()
+def compare(
+    window: Window,
+    ranks: Ranks,
+    slots: Slots,
+    capacity: Capacity,
+    shards: Shards = 1,
+    pipeline: Pipeline = 1,
+    stage: Stage = None,
+    shape: Shape = None,
+    budget: Budget = 1.0,
+    proposals: Proposals = None,
+    seed: Seed = 0,
+    move_cost: MoveCost = 0.0,
+    png: Png = None,
+    as_json: Json = False,
+) -> None:
+    """Compare RoutePack with DP-local FFD, global FFD, verl's and slime's schedules on one window."""
+    topology = Topology(ranks, slots, capacity, shards, pipeline)
+    options = _options(topology, stage, shape, budget, proposals, seed, move_cost, 0.0, False)
+    demand = Demand.load(window)
+    console = Console()
+    with _progress(console, as_json) as report:
+        made = plan_window(demand, None, topology, options, progress=report)
+    policies = compare_policies(demand, made, options)
+    if png:
+        _draw_window(png, demand, made, policies)
+    if as_json:
+        print(json.dumps([report.as_json() for report in policies], indent=2))
+    else:
+        console.print(policy_table(policies))
+
+
+@app.command()
+def replay(
+    windows: Annotated[list[Path], typer.Argument(help="Windows in order; the placement is carried forward.")],
+    ranks: Ranks,
+    slots: Slots,
+    capacity: Capacity,
+    shards: Shards = 1,
+    pipeline: Pipeline = 1,
+    stage: Stage = None,
+    shape: Shape = None,
+    budget: Budget = 1.0,
+    proposals: Proposals = None,
+    seed: Seed = 0,
+    move_cost: MoveCost = 0.0,
+    png: Png = None,
+    as_json: Json = False,
+) -> None:
+    """Plan several windows one after another, each from the placement that the one before left."""
+    topology = Topology(ranks, slots, capacity, shards, pipeline)
+    options = _options(topology, stage, shape, budget, proposals, seed, move_cost, 0.0, False)
+    console, placement = Console(), None
+    made: list[WindowPlan] = []
+    policies: list[list[PolicyReport]] = []
+    for path in windows:
+        demand = Demand.load(path)
+        with _progress(console, as_json) as report:
+            made.append(plan_window(demand, None, topology, options, placement, progress=report))
+        placement = made[-1].placement
+        identity = Placement.identity(demand.num_layers, demand.num_experts, ranks)
+        policies.append(compare_policies(demand, made[-1], options, identity))
+    if png:
+        from megaflux_serve.routepack.pictures import replay_picture
+
+        write_atomically(png, replay_picture(policies))
+    if as_json:
+        print(json.dumps([summary(plan) for plan in made], indent=2))
+    else:
+        console.print(replay_table(windows, made, policies))
+
+
+def plan_table(made: WindowPlan) -> Table:
+    """What a plan decides, one line a fact."""
+    table = Table(box=SIMPLE_HEAD, show_header=False, pad_edge=False)
+    certified = "certified" if made.rows_certified else f"bound {made.rows_bound}"
+    lines = (
+        ("experts moved", f"{made.num_moved} of {made.placement.slots.size}"),
+        ("rows", f"{made.layout.num_rows} ({certified})"),
+        ("modelled cost", f"{made.score.primary:.1f}"),
+        ("of global FFD", f"{made.ffd_score.primary:.1f}"),
+        ("lower bound", f"{made.bound.total:.1f}"),
+        ("excess removed", f"{100 * made.excess_removed:.1f} %"),
+        ("global expert excess left", f"{100 * made.excess.window:.2f} %"),
+        ("row-local expert excess left", f"{100 * made.excess.row_local:.2f} %"),
+        ("moves proposed", f"{made.proposals:,}"),
+        ("seconds", ", ".join(f"{step} {seconds:.3f}" for step, seconds in made.seconds.items())),
+    )
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+def policy_table(policies: Sequence[PolicyReport]) -> Table:
+    """One line a policy."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("policy", no_wrap=True)
+    costs = ("dense", "expert", "joint", "global\nexcess", "row-local\nexcess", "rho", "saved")
+    for name in ("rows", "used", *costs):
+        table.add_column(name, justify="right")
+    for report in policies:
+        table.add_row(
+            report.policy,
+            str(report.num_rows),
+            f"{100 * report.utilization:.1f} %",
+            f"{report.dense:.1f}",
+            f"{report.expert:.1f}",
+            f"{report.primary:.1f}",
+            f"{100 * report.window_excess:.2f} %",
+            f"{100 * report.row_local_excess:.2f} %",
+            f"{report.rho:.3f}",
+            f"{100 * report.saved:.2f} %",
+        )
+    return table
+
+
+def replay_table(
+    paths: Sequence[Path], made: Sequence[WindowPlan], policies: Sequence[Sequence[PolicyReport]]
+) -> Table:
+    """One line a window."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("window")
+    for name in ("moved", "rows", "excess removed", "saved against Base", "seconds"):
+        table.add_column(name, justify="right")
+    for path, plan_made, reports in zip(paths, made, policies, strict=True):
+        table.add_row(
+            path.name,
+            str(plan_made.num_moved),
+            str(plan_made.layout.num_rows),
+            f"{100 * plan_made.excess_removed:.1f} %",
+            f"{100 * reports[-1].saved:.2f} %",
+            f"{sum(plan_made.seconds.values()):.2f}",
+        )
+    return table
+
+
+def _options(
+    topology: Topology,
+    stage: Sequence[str] | None,
+    shape: str | None,
+    budget: float,
+    proposals: int | None,
+    seed: int,
+    move_cost: float,
+    communication: float,
+    bubble: bool,
+) -> PlanOptions:
+    stages = _stages(stage, shape, topology.capacity)
+    search = SearchOptions(budget_s=budget, seed=seed)
+    if proposals is not None:
+        search = SearchOptions(proposals=proposals, seed=seed)
+    return PlanOptions(CostModel(stages, communication, bubble), PlacementOptions(move_cost_rows=move_cost), search)
+
+
+def _stages(stage: Sequence[str] | None, shape: str | None, capacity: int) -> tuple[DenseStage, ...]:
+    if bool(stage) == bool(shape):
+        raise ConfigError("--stage", stage, "either --stage (such as attention=42.9,53.3) or --shape")
+    if shape:
+        try:
+            layers, hidden, intermediate, width = (int(part) for part in shape.split(","))
+        except ValueError as error:
+            raise ConfigError("--shape", shape, "four integers LAYERS,HIDDEN,INTERMEDIATE,ATTENTION_WIDTH") from error
+        return stages_from_shape(layers, hidden, intermediate, width, capacity)
+    return tuple(_stage(text) for text in stage or ())
+
+
+def _stage(text: str) -> DenseStage:
+    name, _, numbers = text.partition("=")
+    try:
+        linear, *quadratic = (float(part) for part in numbers.split(","))
+        return DenseStage(name, linear, *quadratic)
+    except (TypeError, ValueError) as error:
+        raise ConfigError("--stage", text, "NAME=LINEAR[,QUADRATIC], such as attention=42.9,53.3") from error
+
+
+def _draw_window(path: Path, demand: Demand, made: WindowPlan, policies: Sequence[PolicyReport]) -> None:
+    from megaflux_serve.routepack.pictures import window_picture  # loads matplotlib, which only pictures need
+
+    write_atomically(path, window_picture(demand, made, policies))
+
+
+@contextmanager
+def _progress(console: Console, hidden: bool) -> Iterator[Callable[[str, float], None]]:
+    """A progress bar that names the step and vanishes at the end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task("place", total=1.0)
+        yield lambda step, share: bar.update(task, description=step, completed=share)

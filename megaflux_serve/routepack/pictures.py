@@ -1,0 +1,109 @@
+"""Pictures of a plan and of a replay, as PNG bytes.
+
+Decides what is drawn: rank loads before and after, the cost of every row, the policies' costs split into work and
+excess (the paper's Figure 8), and the cost of every window of a replay (Figure 14). Knows no files.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from megaflux_serve.routepack.baselines import dp_local_ffd
+from megaflux_serve.routepack.demand import Demand
+from megaflux_serve.routepack.placement import Placement
+from megaflux_serve.routepack.plan import WindowPlan
+from megaflux_serve.routepack.report import PolicyReport
+from megaflux_serve.routepack.score import Problem, row_costs
+
+# Okabe and Ito's palette: told apart with every kind of colour vision.
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "0.6"
+
+
+def window_picture(demand: Demand, plan: WindowPlan, policies: Sequence[PolicyReport]) -> bytes:
+    """Rank loads, row costs and policies of one window."""
+    figure = Figure(figsize=(13, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    loads, rows, bars = figure.subplots(1, 3)
+    _draw_rank_loads(loads, demand, plan)
+    _draw_row_costs(rows, demand, plan)
+    _draw_policies(bars, policies, plan.bound.total)
+    return _png(figure)
+
+
+def replay_picture(windows: Sequence[Sequence[PolicyReport]]) -> bytes:
+    """Joint cost of every policy in every window, Base = 100 (Figure 14).
+
+    Args:
+        windows: per window what ``compare_policies`` returned; policies that a window lacks leave a gap.
+    """
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    names = list(dict.fromkeys(report.policy for reports in windows for report in reports))
+    for name in names:
+        costs = [next((100 * (1 - r.saved) for r in reports if r.policy == name), np.nan) for reports in windows]
+        axes.plot(range(1, len(windows) + 1), costs, marker="o", markersize=3, label=name)
+    axes.set(xlabel="window", ylabel="joint cost, Base = 100")
+    axes.set_title("Cost of every window", loc="left")
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return _png(figure)
+
+
+def _draw_rank_loads(axes: Axes, demand: Demand, plan: WindowPlan) -> None:
+    loads = demand.expert_loads()
+    for placement, label, colour in ((plan.before, "before", ORANGE), (plan.placement, "after", BLUE)):
+        rank_loads = placement.rank_loads(loads)
+        axes.plot(rank_loads.max(axis=1) / rank_loads.mean(axis=1), color=colour, label=label, drawstyle="steps-mid")
+    axes.axhline(1, color=GREY, linewidth=0.8)
+    axes.set(xlabel="MoE layer", ylabel="busiest rank / mean")
+    axes.set_title(f"Placement: {plan.num_moved} experts move", loc="left")
+    axes.legend(frameon=False)
+
+
+def _draw_row_costs(axes: Axes, demand: Demand, plan: WindowPlan) -> None:
+    base = dp_local_ffd(demand.lengths, plan.topology)
+    for placement, layout, label, colour in (
+        (plan.before, base, "Base", ORANGE),
+        (plan.placement, plan.layout, "RoutePack", BLUE),
+    ):
+        costs = row_costs(_problem(demand, placement, plan), layout)
+        order = np.argsort(-costs.joint.reshape(-1))
+        axes.plot(costs.joint.reshape(-1)[order], color=colour, label=f"{label}, {layout.num_rows} rows")
+        axes.plot(costs.dense.reshape(-1)[order], color=colour, linestyle=":", linewidth=1)
+    axes.set(xlabel="row-shard, dearest first", ylabel="modelled cost", ylim=(0, None))
+    axes.set_title("Rows: joint (line), dense part (dots)", loc="left")
+    axes.legend(frameon=False)
+
+
+def _draw_policies(axes: Axes, policies: Sequence[PolicyReport], bound: float) -> None:
+    names = [report.policy for report in policies]
+    dense = np.array([report.dense for report in policies])
+    expert = np.array([report.expert for report in policies])
+    excess = np.array([report.window_excess + report.row_local_excess for report in policies])
+    uniform = expert / (1 + excess)
+    axes.barh(names, dense, color=GREEN, label="dense side")
+    axes.barh(names, uniform, left=dense, color=BLUE, label="uniform expert work")
+    axes.barh(names, expert - uniform, left=dense + uniform, color=ORANGE, hatch="//", label="expert excess")
+    axes.axvline(bound, color=GREY, linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set(xlabel="modelled cost (grey line: bound B)")
+    axes.set_title("Policies", loc="left")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _problem(demand: Demand, placement: Placement, plan: WindowPlan) -> Problem:
+    table = demand.rank_demand(placement.owner, plan.topology.num_ranks)
+    copies = np.zeros_like(table) if plan.cost.communication else None
+    return Problem.of(table, demand.lengths, plan.topology, plan.cost, copies)
+
+
+def _png(figure: Figure) -> bytes:
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=130, metadata={"Software": None})
+    return image.getvalue()
