@@ -35,7 +35,6 @@ class SelfContainedKernel:
 
     is_monolithic = False
     can_overlap_shared_experts = False
-    owns_shared_experts = False
     consumes_expert_mask = False
 
     def __init__(self, num_ranks: int) -> None:
