@@ -38,8 +38,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megaflux_kernels.layout import ShapeError
+
 BLOCK_ROWS = 128
 """Rows of a token block; the M extent of every tile."""
+
+CLUSTER = 2
+"""CTAs that take one task word together: two blocks and one N tile, or one block and two N tiles."""
 
 MAX_PIECE_BYTES = 4096
 """A row or a weight tensor crosses a link in pieces of at most this size: one bulk copy, one shared-memory stage."""
@@ -51,7 +56,7 @@ HEADER_WORDS = 8
 """int32 words of the header."""
 
 
-class Header(IntEnum):
+class WorkHeader(IntEnum):
     """Words of the header."""
 
     NUM_TASKS = 0
@@ -82,7 +87,7 @@ class LayerShape:
         max_tokens: tokens of the largest batch of a rank; ``max_tokens * top_k`` below 2**24.
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ShapeError: naming the field, its value and what is allowed.
     """
 
     num_ranks: int
@@ -111,7 +116,7 @@ class LayerShape:
         }
         for name, (holds, phrase) in allowed.items():
             if not holds:
-                raise ValueError(f"{name} = {getattr(self, name)} is not allowed; allowed: {phrase}")
+                raise ShapeError(name, getattr(self, name), phrase)
 
     @property
     def home_slots(self) -> int:
@@ -159,13 +164,11 @@ class Tiling:
 
     Args:
         tile_columns: N extent of a tile. FC1 tiles hold gate and up columns, so they yield half as many activations.
-        cluster: CTAs that take one task word together, 1 or 2: two blocks and one N tile, or one block and two N tiles.
         group_blocks: blocks of one slot whose tiles are computed together, so that weights are reused from L2.
         lag: FC1 task words between the end of a group's FC1 and its FC2, so that FC2 need not wait.
     """
 
     tile_columns: int = 256
-    cluster: int = 2
     group_blocks: int = 8
     lag: int = 128
 
@@ -235,7 +238,7 @@ def work_bounds(shape: LayerShape, tiling: Tiling = Tiling()) -> WorkBounds:
     used_slots = min(shape.slots, rows)
     max_blocks = (rows + (BLOCK_ROWS - 1) * used_slots) // BLOCK_ROWS
     tiles = (tiling.fc1_tiles(shape), tiling.fc2_tiles(shape))
-    words_a_block = sum(-(-n // tiling.cluster) for n in tiles)
+    words_a_block = sum(-(-n // CLUSTER) for n in tiles)
     return WorkBounds(max_blocks, max_blocks * BLOCK_ROWS, max_blocks * words_a_block, shape.num_replica_slots)
 
 
@@ -245,8 +248,8 @@ def work_bounds(shape: LayerShape, tiling: Tiling = Tiling()) -> WorkBounds:
 def pack_task(kind: int, block: int, tile: int, slot: int, share_rows: bool, gated: bool) -> int:
     """A task word: block in bits 0-23, N tile in 24-39, slot in 40-55, kind in 56-57, share_rows in 58, gated in 59.
 
-    With a cluster of two, CTA c of the cluster takes block + c and the tile, or, with ``share_rows``, the block and
-    tile + c; a tile beyond the last is computed on zeros and not stored. A *gated* task waits for its slot's weights,
+    CTA c of the cluster takes block + c and the tile, or, with ``share_rows``, the block and tile + c; a tile beyond
+    the last is computed on zeros and not stored. A *gated* task waits for its slot's weights,
     which arrive in this launch.
     """
     return block | tile << 24 | slot << 40 | kind << 56 | share_rows << 58 | gated << 59
@@ -288,26 +291,25 @@ def block_groups(blocks_per_slot: NDArray[Any], group_blocks: int) -> Groups:
     return Groups(first, np.minimum(group_blocks, blocks[slot] - within * group_blocks), slot)
 
 
-def group_words(size: int, tiles: int, cluster: int) -> int:
-    """Task words of one product of a group: a pair takes a word a tile, a single block a word for ``cluster`` tiles."""
-    pairs, single = divmod(size, cluster)
-    return pairs * tiles + (single * -(-tiles // cluster))
+def group_words(size: int, tiles: int) -> int:
+    """Task words of one product of a group: a pair takes a word a tile, a single block a word for two tiles."""
+    pairs, single = divmod(size, CLUSTER)
+    return pairs * tiles + single * -(-tiles // CLUSTER)
 
 
-def group_word(index: int, first: int, size: int, slot: int, gated: bool, kind: Kind, tiles: int, cluster: int) -> int:
+def group_word(index: int, first: int, size: int, slot: int, gated: bool, kind: Kind, tiles: int) -> int:
     """Word ``index`` of one product of a group, in closed form: the route kernel computes each word by itself.
 
-    ``cluster`` N tiles are computed for all blocks of the group before the next ones, so that at any time few weight
-    columns are live: with c = cluster, the words of tiles ``c * j .. c * j + c - 1`` are, pair by pair, one for each of
-    these tiles, then one for the single block that is left over.
+    Two N tiles are computed for all blocks of the group before the next two, so that at any time few weight columns are
+    live: the words of such a *band* are, pair by pair, one for each of its tiles, then one for a block left over.
     """
-    pairs, single = divmod(size, cluster)
-    band, index = divmod(index, pairs * cluster + single)
-    width = min(cluster, tiles - band * cluster)
+    pairs, single = divmod(size, CLUSTER)
+    band, index = divmod(index, pairs * CLUSTER + single)
+    width = min(CLUSTER, tiles - band * CLUSTER)
     pair, tile = divmod(index, width)
     if pair < pairs:
-        return pack_task(kind, first + pair * cluster, band * cluster + tile, slot, False, gated)
-    return pack_task(kind, first + pairs * cluster, band * cluster, slot, cluster > 1, gated)
+        return pack_task(kind, first + pair * CLUSTER, band * CLUSTER + tile, slot, False, gated)
+    return pack_task(kind, first + pairs * CLUSTER, band * CLUSTER, slot, True, gated)
 
 
 def group_starts(fc1_words: NDArray[np.int64], fc2_words: NDArray[np.int64], lag: int) -> tuple[NDArray[np.int64], ...]:
@@ -340,15 +342,14 @@ def task_stream(
     groups = block_groups(blocks_per_slot, tiling.group_blocks)
     tiles = {Kind.FC1: tiling.fc1_tiles(shape), Kind.FC2: tiling.fc2_tiles(shape)}
     words = {
-        kind: np.array([group_words(int(size), n, tiling.cluster) for size in groups.size], dtype=np.int64)
-        for kind, n in tiles.items()
+        kind: np.array([group_words(int(size), n) for size in groups.size], dtype=np.int64) for kind, n in tiles.items()
     }
     starts = dict(zip(tiles, group_starts(words[Kind.FC1], words[Kind.FC2], tiling.lag), strict=True))
     stream = np.full(int(words[Kind.FC1].sum() + words[Kind.FC2].sum()), -1, dtype=np.int64)
     for kind, n in tiles.items():
         for g, (first, size, slot) in enumerate(zip(groups.first, groups.size, groups.slot, strict=True)):
             for i in range(words[kind][g]):
-                word = group_word(i, int(first), int(size), int(slot), slot in arriving, kind, n, tiling.cluster)
+                word = group_word(i, int(first), int(size), int(slot), slot in arriving, kind, n)
                 stream[starts[kind][g] + i] = word
     return stream
 
@@ -407,7 +408,7 @@ def forward_work(
         places[source, : len(ranks)] = np.where(here, rows, -1)
     tasks = task_stream(blocks_per_slot, set(np.asarray(transfers)[:, 2].tolist()), shape, tiling)
     header = np.zeros(HEADER_WORDS, dtype=np.int32)
-    header[[Header.NUM_TASKS, Header.NUM_BLOCKS, Header.NUM_TRANSFERS, Header.LAUNCH]] = (
+    header[[WorkHeader.NUM_TASKS, WorkHeader.NUM_BLOCKS, WorkHeader.NUM_TRANSFERS, WorkHeader.LAUNCH]] = (
         tasks.size,
         num_blocks,
         len(transfers),
@@ -418,15 +419,17 @@ def forward_work(
 
 __all__ = [
     "BLOCK_ROWS",
+    "CLUSTER",
     "HEADER_WORDS",
+    "SOURCE_SHIFT",
     "Counters",
     "ForwardWork",
     "Groups",
-    "Header",
     "Kind",
     "LayerShape",
     "Tiling",
     "WorkBounds",
+    "WorkHeader",
     "block_groups",
     "forward_work",
     "group_starts",

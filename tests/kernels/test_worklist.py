@@ -6,15 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megaflux_kernels.layout import ShapeError
 from megaflux_kernels.worklist import (
     BLOCK_ROWS,
+    CLUSTER,
     SOURCE_SHIFT,
     Counters,
     ForwardWork,
-    Header,
     Kind,
     LayerShape,
     Tiling,
+    WorkHeader,
     forward_work,
     task_stream,
     unpack_task,
@@ -33,7 +35,7 @@ SMALL = LayerShape(
 SHAPES = {
     "two ranks": (SMALL, Tiling(lag=20)),
     "eight ranks, top-8": (LayerShape(8, 32, 1, 4608, 320, 8, 300), Tiling(group_blocks=3, lag=0)),
-    "one rank, cluster of one": (LayerShape(1, 4, 0, 128, 64, 1, 500), Tiling(cluster=1, lag=7)),
+    "one rank, top-1": (LayerShape(1, 4, 0, 128, 64, 1, 500), Tiling(lag=7)),
     "three ranks, every expert": (LayerShape(3, 6, 1, 192, 64, 6, 90), Tiling(group_blocks=1, lag=1000)),
 }
 
@@ -77,7 +79,7 @@ def all_work(
 
 def pull_rows(shape: LayerShape, work: ForwardWork) -> tuple[np.ndarray, np.ndarray, int]:
     """Walk the pool as the pull warps do: (source of every pool row written, rows ready a block, rows that crossed)."""
-    num_blocks = int(work.header[Header.NUM_BLOCKS])
+    num_blocks = int(work.header[WorkHeader.NUM_BLOCKS])
     written = np.full(num_blocks * BLOCK_ROWS, -1, dtype=np.int64)
     ready = np.zeros(num_blocks, dtype=np.int64)
     crossed = 0
@@ -104,7 +106,7 @@ def run_tasks(shape: LayerShape, tiling: Tiling, work: ForwardWork, block_slot: 
     for word in work.tasks:
         kind, block, tile, slot, share, gated = unpack_task(int(word))
         assert gated == (slot in set(work.transfers[:, 2].tolist()))
-        for c in range(tiling.cluster):
+        for c in range(CLUSTER):
             b, n = block + c * (not share), tile + c * share
             assert block_slot[b] == slot
             assert kind == Kind.FC1 or done[Kind.FC1][b].all(), "FC2 claimed before all of its block's FC1"
@@ -120,10 +122,10 @@ def check(shape: LayerShape, tiling: Tiling, topk: list[np.ndarray]) -> None:
     bounds = work_bounds(shape, tiling)
     computed: set[tuple[int, int]] = set()
     for rank, (w, blocks_per_slot) in enumerate(zip(work, per_slot, strict=True)):
-        num_blocks = int(w.header[Header.NUM_BLOCKS])
+        num_blocks = int(w.header[WorkHeader.NUM_BLOCKS])
         assert num_blocks == plan.loads[rank] <= bounds.max_blocks
-        assert w.tasks.size == w.header[Header.NUM_TASKS] <= bounds.max_tasks
-        assert len(w.transfers) == w.header[Header.NUM_TRANSFERS] <= bounds.max_transfers
+        assert w.tasks.size == w.header[WorkHeader.NUM_TASKS] <= bounds.max_tasks
+        assert len(w.transfers) == w.header[WorkHeader.NUM_TRANSFERS] <= bounds.max_transfers
         written, ready, crossed = pull_rows(shape, w)
         assert (ready == shape.rows_need).all()
         valid = w.row_source >= 0
@@ -172,7 +174,7 @@ def test_bounds_hold_when_every_token_goes_to_one_rank():
     shape = LayerShape(2, 8, 0, 512, 192, 2, SMALL.max_tokens)
     _, work, _ = all_work(shape, Tiling(), [ids, ids])
     bounds = work_bounds(shape)
-    assert work[0].header[Header.NUM_BLOCKS] == 2 * (2 * SMALL.max_tokens // BLOCK_ROWS + 1) <= bounds.max_blocks
+    assert work[0].header[WorkHeader.NUM_BLOCKS] == 2 * (2 * SMALL.max_tokens // BLOCK_ROWS + 1) <= bounds.max_blocks
     assert bounds.max_blocks <= 2 * (2 * SMALL.max_tokens // BLOCK_ROWS + 1) + shape.slots
     assert work[0].tasks.size <= bounds.max_tasks
 
@@ -211,5 +213,5 @@ def test_counters_of_blocks_and_slots_do_not_overlap():
 )
 def test_a_shape_that_the_kernel_cannot_serve_is_refused_by_name(field, value):
     fields = {name: getattr(SMALL, name) for name in SMALL.__dataclass_fields__}
-    with pytest.raises(ValueError, match=field):
+    with pytest.raises(ShapeError, match=field):
         LayerShape(**{**fields, field: value})

@@ -1,0 +1,142 @@
+"""The load warp: waits for what a task needs, then brings its K tiles into the load ring by TMA.
+
+Decides when a task may begin: rows or activations of its block have been counted and, for a gated task, the weights of
+its slot. The two CTAs of a cluster share one operand: each loads half of it into both.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int16, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from megaflux_kernels.launch import TRACE_WORDS, Place, Ranks, wait_budget, wait_counter
+from megaflux_kernels.layout import Wait
+from megaflux_kernels.products import K_TILE
+from megaflux_kernels.ring import advance, take_task
+from megaflux_kernels.sync.device import doubles
+from megaflux_kernels.worklist import BLOCK_ROWS, CLUSTER, Counters, Kind, LayerShape, Tiling
+
+arch = cute.arch
+
+
+class LoadWarp:
+    """Load warp of one layer shape.
+
+    Args:
+        shape: the layer.
+        tiling: tiles of a task.
+        counters: offsets of the counters.
+        stages: stages of the load ring.
+        trace: add up the time spent waiting.
+    """
+
+    def __init__(self, shape: LayerShape, tiling: Tiling, counters: Counters, stages: int, trace: bool) -> None:
+        self.shape, self.counters, self.stages, self.trace = shape, counters, stages, trace
+        self.columns = tiling.tile_columns
+        self.w1_tile = (8, 2, self.columns // 16)  # eight gate rows, eight up rows, and so on
+        self.fc1_tiles = tiling.fc1_tiles(shape)
+        self.stage_bytes = 2 * (BLOCK_ROWS + self.columns) * K_TILE
+
+    @cute.jit
+    def run(self, smem, whole, shared, ring, barriers, place: Place, counters: Int64, ranks: Ranks, trace: Int64):
+        """Load every task of this CTA.
+
+        Args:
+            smem: shared-memory stages of rows and of columns.
+            whole, shared: (TMA atom, tensor) of pool rows, W1, act rows, W2, alone and as halves of a multicast.
+            ring: task ring.
+            barriers: (full, empty) of the load ring.
+            place, counters, ranks, trace: see ``launch.py``.
+        """
+        operands = ((smem[0], BLOCK_ROWS), (smem[1], self.w1_tile), (smem[0], BLOCK_ROWS), (smem[1], self.columns))
+        alone = [partition(*whole[i], *operands[i], Int32(0), 1) for i in range(4)]
+        halves = [partition(*shared[i], *operands[i], place.member, CLUSTER) for i in range(4)]
+        fc1_k, fc2_k = self.shape.hidden // K_TILE, self.shape.intermediate // K_TILE
+        stage, phase, index, turn = Int32(0), Int32(0), Int32(0), Int32(0)
+        budget = 2 * wait_budget(ranks)  # the wait for another rank, if that is the cause, fails first
+        fc1_wait, fc2_wait, since = Int64(0), Int64(0), Int64(0)
+        task, index, turn = take_task(ring, index, turn, place)
+        while task.kind != int(Kind.END):
+            if const_expr(self.trace):
+                since = arch.globaltimer()
+            if place.lane == 0:
+                budget = self.wait_for_inputs(counters, task, ranks, budget)
+            arch.sync_warp()
+            arch.fence_proxy("async.global")  # acquired by ordinary loads, read by TMA
+            if const_expr(self.trace):
+                since = arch.globaltimer() - since
+                if task.kind == int(Kind.FC1):
+                    fc1_wait += since
+                else:
+                    fc2_wait += since
+            position = (stage, phase)
+            if task.kind == int(Kind.FC1):
+                at = (task.block, (0, 0, task.tile), task.slot)
+                if task.share_rows == 1:
+                    position = self.load_tiles(halves[0], alone[1], at, fc1_k, barriers, position, True)
+                else:
+                    position = self.load_tiles(alone[0], halves[1], at, fc1_k, barriers, position, False)
+            else:
+                at = (task.block, task.tile, task.slot)
+                if task.share_rows == 1:
+                    position = self.load_tiles(halves[2], alone[3], at, fc2_k, barriers, position, True)
+                else:
+                    position = self.load_tiles(alone[2], halves[3], at, fc2_k, barriers, position, False)
+            stage, phase = position
+            task, index, turn = take_task(ring, index, turn, place)
+        if const_expr(self.trace):
+            if place.lane == 0:
+                arch.store(doubles(trace).iterator + (place.cta * TRACE_WORDS + 6), fc1_wait)
+                arch.store(doubles(trace).iterator + (place.cta * TRACE_WORDS + 7), fc2_wait)
+
+    @cute.jit
+    def wait_for_inputs(self, counters: Int64, task, ranks: Ranks, budget):
+        """One lane waits for the rows or activations of the block and, if gated, the slot's weights."""
+        shape, layout, block = self.shape, self.counters, task.block
+        replica = task.slot - shape.home_slots
+        weights = counters + 4 * (layout.weights_ready + 2 * replica)
+        if task.kind == int(Kind.FC1):
+            rows = counters + 4 * (layout.rows_ready + block)
+            budget = wait_counter(rows, shape.rows_need, Wait.ROWS, block, ranks, budget)
+            if task.gated == 1:
+                budget = wait_counter(weights, shape.w1_pieces, Wait.REPLICA_W1, replica, ranks, budget)
+        else:
+            act = counters + 4 * (layout.act_ready + block)
+            budget = wait_counter(act, self.fc1_tiles, Wait.ACTIVATIONS, block, ranks, budget)
+            if task.gated == 1:
+                budget = wait_counter(weights + 4, shape.w2_pieces, Wait.REPLICA_W2, replica, ranks, budget)
+        return budget
+
+    @cute.jit
+    def load_tiles(
+        self, rows, columns, at, num_k: cutlass.Constexpr, barriers, position, share_rows: cutlass.Constexpr
+    ):
+        """TMA loads of all K tiles of a task; one operand is shared by the cluster. Returns the next position."""
+        full, empty = barriers
+        block, tile, slot = at
+        stage, phase = position
+        row_tiles, column_tiles = rows[2][None, block, None], columns[2][None, tile, None, slot]
+        both = {"mcast_mask": Int16((1 << CLUSTER) - 1)}
+        row_options, column_options = (both, {}) if const_expr(share_rows) else ({}, both)
+        for k in cutlass.range(num_k, unroll=1):
+            arch.mbarrier_wait(empty + stage, phase ^ 1)
+            with arch.elect_one():
+                arch.mbarrier_arrive_and_expect_tx(full + stage, self.stage_bytes)
+            row_stage, column_stage = rows[1][None, stage], columns[1][None, stage]
+            cute.copy(rows[0], row_tiles[None, k], row_stage, tma_bar_ptr=full + stage, **row_options)
+            cute.copy(columns[0], column_tiles[None, k], column_stage, tma_bar_ptr=full + stage, **column_options)
+            stage, phase = advance(stage, phase, self.stages)
+        return stage, phase
+
+
+def partition(atom, gmem, smem, extent, member, num_members: int):
+    """(atom, shared stages, global tiles) of a TMA operand; with two members, this CTA's half of a multicast."""
+    tiles = cute.local_tile(gmem, (extent, K_TILE), (None,) * cute.rank(gmem))
+    who = cute.make_layout(num_members)
+    parts = cpasync.tma_partition(atom, member, who, cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2))
+    return (atom, *parts)
+
+
+__all__ = ["LoadWarp"]

@@ -1,0 +1,105 @@
+"""The task ring: one lane of every pair of CTAs claims task words and posts them to the warps of both.
+
+A ring of two words in shared memory lets the load warp run one task ahead of the matrix warps. Decides who claims and
+when; does not know what a task computes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64, range_constexpr
+
+from megaflux_kernels.launch import Place
+from megaflux_kernels.sync.device import doubles, words
+from megaflux_kernels.worklist import CLUSTER, Kind
+
+arch = cute.arch
+RING_WORDS = 2
+READERS = 10 * CLUSTER
+"""Warps that free a slot: of each CTA the load warp, the store warp and eight matrix warps."""
+
+
+class Ring(NamedTuple):
+    """Shared-memory pointers: the words, and the barriers that fill and free them."""
+
+    words: cute.Pointer
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
+@cute.jit
+def advance(index, phase, size):
+    """Next (index, phase) of a ring of ``size`` slots."""
+    index += 1
+    if index == size:
+        index = Int32(0)
+        phase ^= 1
+    return index, phase
+
+
+class Task(NamedTuple):
+    """A task of this CTA, uniform over the warp; see ``worklist.pack_task``."""
+
+    block: Int32
+    tile: Int32
+    slot: Int32
+    kind: Int32
+    share_rows: Int32
+    gated: Int32
+
+
+@cute.jit
+def take_task(ring: Ring, index, phase, place: Place):
+    """(next task of this warp, next index, next phase) from the warp's position in the ring."""
+    arch.mbarrier_wait(ring.full + index, phase)
+    word = arch.load(ring.words + index, Int64)
+    arch.sync_warp()
+    if place.lane == 0:
+        arch.mbarrier_arrive(ring.empty + index, 0)  # the first CTA's scheduler claims for both
+    index, phase = advance(index, phase, RING_WORDS)
+    low = arch.make_warp_uniform(Int32(word & 0xFFFFFFFF))
+    high = arch.make_warp_uniform(Int32(word >> 32))
+    share_rows = (high >> 26) & 1
+    task = Task(
+        block=(low & 0xFFFFFF) + place.member * (1 - share_rows),
+        tile=(((low >> 24) & 0xFF) | ((high & 0xFF) << 8)) + place.member * share_rows,
+        slot=(high >> 8) & 0xFFFF,
+        kind=(high >> 24) & 3,
+        share_rows=share_rows,
+        gated=(high >> 27) & 1,
+    )
+    return task, index, phase
+
+
+@cute.jit
+def post_task(ring: Ring, index, word):
+    """Put a word into slot ``index`` of both CTAs' rings."""
+    for cta in range_constexpr(CLUSTER):
+        arch.mbarrier_arrive_and_expect_tx(ring.full + index, 8, cta)
+        halves = (Int32(word & 0xFFFFFFFF), Int32(word >> 32))
+        arch.store_async_dsmem(ring.words + index, halves, ring.full + index, cta)
+
+
+@cute.jit
+def schedule(ring: Ring, queue: Int64, tasks: Int64, num_tasks):
+    """Claim words in stream order until none is left, then post the end. Called by one lane of the first CTA.
+
+    A word is claimed only when a slot is free, late enough for the last tasks to go where there is room.
+    """
+    claims = words(queue).iterator
+    index, phase = Int32(0), Int32(0)
+    claimed = arch.atomic_add(claims, Int32(1), sem="relaxed", scope="gpu")
+    while claimed < num_tasks:
+        word = arch.load(doubles(tasks).iterator + claimed, Int64)
+        arch.mbarrier_wait(ring.empty + index, phase ^ 1)
+        post_task(ring, index, word)
+        index, phase = advance(index, phase, RING_WORDS)
+        arch.mbarrier_wait(ring.empty + index, phase ^ 1)
+        claimed = arch.atomic_add(claims, Int32(1), sem="relaxed", scope="gpu")
+    arch.mbarrier_wait(ring.empty + index, phase ^ 1)
+    post_task(ring, index, Int64(int(Kind.END) << 56))
+
+
+__all__ = ["READERS", "RING_WORDS", "Ring", "Task", "advance", "post_task", "schedule", "take_task"]
