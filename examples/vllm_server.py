@@ -149,7 +149,11 @@ class Server:
     def failure(self, what: str) -> ServerError:
         """An error that says what happened, where the log is, and what it says last."""
         lines = [line.rstrip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        relevant = [line for line in lines if re.search(r"error|exception|refused|killed", line, re.IGNORECASE)]
+        relevant = [
+            line
+            for line in lines
+            if re.search(r"error|exception|killed", line, re.IGNORECASE) and not re.search(r"\b(INFO|WARNING)\b", line)
+        ]
         shown = "\n".join(f"  {line[:200]}" for line in (relevant or lines)[-12:])
         return ServerError(f"the {self.name} server {what}; its log is {self.log}:\n{shown}")
 

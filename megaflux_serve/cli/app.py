@@ -12,11 +12,12 @@ import typer
 from typer.core import TyperGroup
 
 from megaflux_serve import __version__
+from megaflux_serve.cli import routepack
 from megaflux_serve.cli.doctor import doctor
 from megaflux_serve.cli.plan import plan
 from megaflux_serve.errors import MegafluxError
 
-HELP = """Replica-aware mixture-of-experts layers: plan them, check the machine.
+HELP = """Replica-aware mixture-of-experts layers: plan them, check the machine, place and schedule RL training.
 
 [bold]Examples[/bold]
 
@@ -27,6 +28,10 @@ What would replication do for my routing, on 8 ranks with 2 replica slots each?
 Can this machine run it, and if not, what is missing?
 
   [cyan]megaflux doctor[/cyan]
+
+Where should experts and trajectories of the next training window go?
+
+  [cyan]megaflux routepack --help[/cyan]
 
 Serve a model with it (vLLM finds the plugin by itself):
 
@@ -65,6 +70,7 @@ def _root(
 
 app.command()(plan)
 app.command()(doctor)
+app.add_typer(routepack.app)
 
 
 def main() -> None:

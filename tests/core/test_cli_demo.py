@@ -27,7 +27,7 @@ child = subprocess.Popen([sys.executable, "-c", sleeper], stdout=subprocess.PIPE
 child.stdout.readline()
 print("Starting to load model; child", child.pid, flush=True)
 if "--fail" in sys.argv:
-    print("INFO nothing to see\\nValueError: replica_slots = 99 is not allowed\\nINFO bye", flush=True)
+    print("INFO nothing to see\\nValueError: replica_slots = 99 is not allowed\\nINFO bye: no error", flush=True)
     sys.exit(7)
 
 class Handler(BaseHTTPRequestHandler):
