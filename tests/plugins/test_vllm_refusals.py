@@ -149,3 +149,10 @@ def test_quantized_layers_and_weights_on_the_input_are_refused() -> None:
         check_layer("layer", moe_config(), "fp8", weights_on_input=False)
     with pytest.raises(UnsupportedError, match="router weights on the input"):
         check_layer("layer", moe_config(), None, weights_on_input=True)
+
+
+def test_the_backend_may_be_named_in_the_kernel_config_and_is_checked_there() -> None:
+    named = ["--kernel-config", '{"moe_backend": "megaflux"}']
+    assert front_end(*named, backend="auto").kernel_config.moe_backend == "megaflux"
+    with pytest.raises(UnsupportedError, match="--enable-lora"):
+        front_end(*named, "--enable-lora", backend="auto")
