@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 from zipfile import BadZipFile
 
@@ -44,6 +45,9 @@ MAX_EXPERTS = 2**16
 
 ARRAY_KEYS = ("experts", "routed_experts")
 ARRAY_SUFFIXES = (".npy", ".npz")
+DAMAGE = (ValueError, OSError, EOFError, KeyError, MemoryError, RuntimeError, TokenError, BadZipFile, zlib.error)
+"""What numpy, zip and zlib raise on bytes that are no array, by trial with damaged files."""
+
 FORMATS = "a .csv, .json, .npy or .npz file, or a folder of .npy and .npz files"
 
 
@@ -337,13 +341,13 @@ def _read_array(path: Path) -> NDArray[Any]:
 def _load_arrays(path: Path) -> dict[str, NDArray[Any]]:
     """The routing arrays of a file by key; the array of an .npy file has the key ""."""
     try:
-        loaded = np.load(path, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return {"": loaded}
-        with loaded:
+        with path.open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                return {"": loaded}
             wanted = {key: loaded[key] for key in loaded.files if key in (*ARRAY_KEYS, "offsets")}
             return wanted or dict.fromkeys(loaded.files, np.empty(0))
-    except (ValueError, OSError, EOFError, KeyError, MemoryError, NotImplementedError, BadZipFile, zlib.error) as error:
+    except DAMAGE as error:
         raise InputError(
             str(path), f"is damaged or truncated ({error})", "a complete array file, no pickles"
         ) from error

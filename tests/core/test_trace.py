@@ -1,7 +1,10 @@
 """Routing traces: every format gives back the counts that were written, and every broken file is refused by name."""
 
+import io
 import json
 import pickle
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +30,13 @@ def routed_ids(draw: st.DrawFn) -> np.ndarray:
 
 def counts_of(trace: Trace) -> list[list[int]]:
     return [layer.counts.tolist() for layer in trace.layers]
+
+
+def file_bytes(save: Callable[..., None], *arrays: object, **named: object) -> bytes:
+    """What numpy writes to a file."""
+    file = io.BytesIO()
+    save(file, *arrays, **named)
+    return file.getvalue()
 
 
 def write(path: Path, text: str) -> Path:
@@ -189,6 +199,35 @@ def test_a_truncated_array_is_refused_wherever_it_is_cut(
     file.write_bytes(whole[: int(fraction * len(whole))])
     with pytest.raises(InputError, match=r"ids\.np[yz]: is (empty|damaged or truncated)"):
         read_trace(file)
+
+
+VALID = {
+    ".csv": b"layer,expert,count\n0,0,3\n1,2,4\n",
+    ".json": b'{"a": [{"0": 3, "1": 4}], "b": [[1, 2]]}',
+    ".npy": file_bytes(np.save, np.arange(24, dtype=np.uint8).reshape(4, 3, 2)),
+    ".npz": file_bytes(np.savez_compressed, experts=np.arange(24).reshape(4, 3, 2), offsets=[0, 4]),
+}
+
+
+@settings(FIXED, max_examples=400)
+@given(suffix=st.sampled_from(sorted(VALID)), places=st.lists(st.integers(0, 10**6), max_size=4), values=st.randoms())
+def test_a_damaged_file_is_read_or_refused_and_nothing_else(
+    suffix: str, places: list[int], values: random.Random, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    damaged = bytearray(VALID[suffix])
+    for place in places:
+        damaged[place % len(damaged)] = values.randrange(256)
+    file = tmp_path_factory.getbasetemp() / f"damaged{suffix}"
+    file.write_bytes(damaged)
+    try:
+        trace = read_trace(file)
+    except InputError as error:
+        refusal = str(error)
+    else:
+        assert all(layer.counts.min() >= 0 for layer in trace.layers)
+        return
+    assert refusal.startswith(str(file))
+    assert places
 
 
 def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
