@@ -208,7 +208,9 @@ def check(rig: Rig, tokens: list[int], topk: list[NDArray[np.int64]], plans: dic
     fixed = None
     for variant, (tables, staged) in plans.items():
         rig.load(tables)
-        if variant != "resident":  # its weights are those that the variant before has brought
+        if variant == "resident":  # its weights are those that the variant before has brought
+            rig.ranks[0].results.fill_(float("nan"))
+        else:
             rig.poison()
         align()
         rig.launch(tokens, staged=staged)
