@@ -1,10 +1,8 @@
-"""The memory map of one rank's workspace and the codes of its waits. Imports neither torch nor the DSL.
+"""Limits, wait codes and the layout of a plan. Imports neither torch nor the DSL.
 
-Decides where everything that the planner writes lives and how large it can become; host allocation and device code read
-the same definition. Knows no addresses: all offsets are relative to a rank's base address.
-
-Every rank allocates the same map. Peers write only the regions marked *remote*; everything else is written and read by
-its owner. ``P`` ranks, ``E`` experts, ``s`` replica slots a rank, ``k`` top-k, ``M`` tokens of this rank.
+Decides what a shape may be, how a plan lies in memory and what each bounded wait is called; host and device code read
+the same definition. Memory maps built on it: ``planner_map`` and ``forward_map``. ``P`` ranks, ``E`` experts, ``s``
+replica slots a rank, ``k`` top-k.
 """
 
 from __future__ import annotations
@@ -12,13 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 MAX_RANKS = 127  # a rank is 7 bits of the packed keys of the search and of ``row_source``
 MAX_EXPERTS = 1024  # an expert is 10 bits there
 MAX_REPLICAS = 2048  # a (rank, replica slot) pair is 11 bits
 MAX_REPLICA_SLOTS = 32  # one lane a slot
-MAX_TOP_K = 32  # one lane a choice
+MAX_SHARED_BYTES = 226 * 1024  # of a block; 1 KiB of the 227 KiB is left to alignment
 MAX_BLOCKS = (1 << 23) - 1  # a load is 23 bits
 MAX_ASSIGNMENTS = 1 << 24  # token * k + j is 24 bits of ``row_source``
 MAX_PENALTY = 4096  # lambda * P * s stays below a load's range
@@ -60,13 +60,6 @@ class Header(IntEnum):
     NUM_REPLICAS = 5  # replicas that compute at least one block
     EPOCH = 6  # launch number, from 1
     SIZE = 16
-
-
-class Span(NamedTuple):
-    """A region of the map: int32 words unless said otherwise."""
-
-    offset: int
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -173,6 +166,20 @@ class PlanLayout:
             table[name] = (at, size)
             at += _aligned(size, 4)
         return table
+
+    def split(self, plan: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
+        """The regions of a plan that was copied to the host, int32 [num_words], in their shapes."""
+        shape = self.shape
+        extents = {
+            "slot_blocks": (shape.num_ranks, shape.slots_per_rank),
+            "slot_base": (shape.num_ranks, shape.slots_per_rank),
+            "replica_experts": (shape.num_ranks, shape.num_replica_slots),
+            "transfers": (shape.num_replicas, 3),
+        }
+        return {
+            name: plan[first : first + size].reshape(extents.get(name, (size,)))
+            for name, (first, size) in self.words.items()
+        }
 
     @property
     def num_words(self) -> int:

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from megaflux_kernels.layout import Header, SearchShape
+from megaflux_kernels.layout import MAX_SHARED_BYTES, Header, SearchShape, ShapeError
 from megaflux_kernels.refine import Refine
 from megaflux_kernels.search import NUM_CANDIDATES, Options, Search, SearchState, state_at, state_words
 from megaflux_kernels.slots import PlanTables, Slots, SlotScratch, plan_tables, scratch_sizes
@@ -112,6 +112,8 @@ class PlanBlock:
             + sum(scratch_sizes(shape, threads).values())
         )
         self.num_keys = max(1, shape.num_replicas)
+        if 4 * self.num_words + 8 * self.num_keys > MAX_SHARED_BYTES:
+            raise ShapeError("num_experts", shape.num_experts, f"a state of at most {MAX_SHARED_BYTES} bytes a block")
 
     def views(self, base) -> tuple[Scratch, SlotScratch]:
         """The tensors of ``Scratch`` and ``SlotScratch`` behind the four states in shared memory at ``base``."""

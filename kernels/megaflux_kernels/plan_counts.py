@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.memory
 from cutlass import Int32, Int64
+from cutlass.memory import SmemAllocator
 
+from megaflux_kernels.compile_cache import cached
 from megaflux_kernels.layout import SearchShape
 from megaflux_kernels.plan_block import PlanBlock, PlanOptions, PlanRequest
 
@@ -28,7 +29,8 @@ class PlanCounts:
     resident: Int64 address of int32 [n, P, s], copies held before; overwritten with those held afterwards.
     plans: Int64 address of int32 [n, plan words], see ``layout.PlanLayout``.
     num: Int32, n.
-    options: ``PlanOptions``.
+    transfer_cost, penalty, block_ns, replica_ns, plan_ns, hidden_permille: ``PlanOptions``.
+    stream: CUDA stream.
     """
 
     def __init__(self, shape: SearchShape) -> None:
@@ -48,6 +50,7 @@ class PlanCounts:
         replica_ns: Int64,
         plan_ns: Int64,
         hidden_permille: Int32,
+        stream,
     ):
         @cute.struct
         class Storage:
@@ -56,7 +59,9 @@ class PlanCounts:
 
         self.storage = Storage
         options = (transfer_cost, penalty, block_ns, replica_ns, plan_ns, hidden_permille)
-        self.kernel(counts, homes, resident, plans, *options).launch(grid=[num, 1, 1], block=[THREADS, 1, 1])
+        self.kernel(counts, homes, resident, plans, *options).launch(
+            grid=[num, 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
 
     @cute.kernel
     def kernel(
@@ -74,7 +79,7 @@ class PlanCounts:
     ):
         tid, _, _ = arch.thread_idx()
         case, _, _ = arch.block_idx()
-        memory = cutlass.memory.SmemAllocator().allocate(self.storage)
+        memory = SmemAllocator().allocate(self.storage)
         keys = memory.keys.get_tensor(cute.make_layout(self.block.num_keys))
         shape = self.shape
         request = PlanRequest(
@@ -90,8 +95,9 @@ class PlanCounts:
 
 
 def compile_plan_counts(shape: SearchShape):
-    """Compile for one shape; call the result with the arguments of ``PlanCounts``."""
-    return cute.compile(PlanCounts(shape), *[Int64(0)] * 4, *[Int32(0)] * 3, *[Int64(0)] * 3, Int32(0))
+    """The compiled launch for one shape; call it with the arguments of ``PlanCounts.__call__``."""
+    arguments = (*[Int64(0)] * 4, *[Int32(0)] * 3, *[Int64(0)] * 3, Int32(0), cutlass.cuda.default_stream())
+    return cached(lambda: cute.compile(PlanCounts(shape), *arguments), "plan_counts", shape)
 
 
 __all__ = ["PlanCounts", "compile_plan_counts"]

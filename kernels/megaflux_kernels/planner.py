@@ -19,13 +19,12 @@ they do after their launch n ended.
 
 from __future__ import annotations
 
-from functools import cache
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
+from megaflux_kernels.compile_cache import cached
 from megaflux_kernels.layout import Wait
 from megaflux_kernels.plan_block import PlanBlock, PlanOptions, PlanRequest
 from megaflux_kernels.planner_map import THREADS, Mark, PlannerMap, PlannerShape, State, Work
@@ -288,17 +287,15 @@ class Planner:
             self.routes.own_tables(base, tables, work, home_of, chunk, rank, epoch, tid)
 
 
-@cache
 def compile_planner(shape: PlannerShape, forward: ForwardTables | None = None, trace: bool = False):
     """The compiled launch; call it with the arguments of ``Planner.__call__``."""
-    return cute.compile(
-        Planner(shape, forward, trace),
-        *[Int64(0)] * 6,
-        *[Int32(0)] * 4,
-        *[Int64(0)] * 3,
-        Int32(0),
-        Int64(0),
-        cutlass.cuda.default_stream(),
+    integers = (*[Int64(0)] * 6, *[Int32(0)] * 4, *[Int64(0)] * 3, Int32(0), Int64(0))
+    return cached(
+        lambda: cute.compile(Planner(shape, forward, trace), *integers, cutlass.cuda.default_stream()),
+        "planner",
+        shape,
+        forward,
+        trace,
     )
 
 
