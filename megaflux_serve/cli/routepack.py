@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -89,8 +89,9 @@ def plan(
     mla=42.9,53.3
     """
     topology = Topology(ranks, slots, capacity, shards, pipeline)
-    options = _options(topology, stage, shape, budget, proposals, seed, move_cost, communication, bubble)
     demand = Demand.load(window)
+    size = demand.num_trajectories
+    options = _options(size, topology, stage, shape, budget, proposals, seed, move_cost, communication, bubble)
     before = load_plan(previous).placement if previous else None
     console = Console()
     with _progress(console, as_json) as report:
@@ -127,8 +128,8 @@ def compare(
 ) -> None:
     """Compare RoutePack with DP-local FFD, global FFD, verl's and slime's schedules on one window."""
     topology = Topology(ranks, slots, capacity, shards, pipeline)
-    options = _options(topology, stage, shape, budget, proposals, seed, move_cost, 0.0, False)
     demand = Demand.load(window)
+    options = _options(demand.num_trajectories, topology, stage, shape, budget, proposals, seed, move_cost, 0.0, False)
     console = Console()
     with _progress(console, as_json) as report:
         made = plan_window(demand, None, topology, options, progress=report)
@@ -160,12 +161,14 @@ def replay(
 ) -> None:
     """Plan several windows one after another, each from the placement that the one before left."""
     topology = Topology(ranks, slots, capacity, shards, pipeline)
-    options = _options(topology, stage, shape, budget, proposals, seed, move_cost, 0.0, False)
     console, placement = Console(), None
     made: list[WindowPlan] = []
     policies: list[list[PolicyReport]] = []
     for path in windows:
         demand = Demand.load(path)
+        options = _options(
+            demand.num_trajectories, topology, stage, shape, budget, proposals, seed, move_cost, 0.0, False
+        )
         with _progress(console, as_json) as report:
             made.append(plan_window(demand, None, topology, options, placement, progress=report))
         placement = made[-1].placement
@@ -246,6 +249,7 @@ def replay_table(
 
 
 def _options(
+    num_trajectories: int,
     topology: Topology,
     stage: Sequence[str] | None,
     shape: str | None,
@@ -257,9 +261,8 @@ def _options(
     bubble: bool,
 ) -> PlanOptions:
     stages = _stages(stage, shape, topology.capacity)
-    search = SearchOptions(budget_s=budget, seed=seed)
-    if proposals is not None:
-        search = SearchOptions(proposals=proposals, seed=seed)
+    effort: dict[str, Any] = {"budget_s": budget} if proposals is None else {"proposals": proposals}
+    search = SearchOptions.for_size(num_trajectories, seed=seed, **effort)
     return PlanOptions(CostModel(stages, communication, bubble), PlacementOptions(move_cost_rows=move_cost), search)
 
 

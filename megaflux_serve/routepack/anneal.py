@@ -1,12 +1,16 @@
 """One annealing chain over layouts, compiled: the inner loop of the schedule search (RoutePack section 4.1).
 
-Decides which moves are proposed and which are taken, at given temperatures. Knows no seeds, populations or time. A move
-swaps two trajectories between cells or relocates one without emptying its cell; both keep the capacity. Only the two
-row-shards that it touches are scored again: their expert loads with whole numbers, their dense stages from the stored
-cost of every cell. A relocation is a swap with *nobody*, the all-zero entry N of the tables.
+Decides which moves are proposed and which are taken, at given temperatures. Knows no seeds, populations or time. Cells
+are containers that stand in row-shards. Two kinds of move keep every constraint:
 
-Three in four proposals follow the paper: a dear source, a cheap target, and whoever lives there. The rest swap with one
-of the ``LENGTH_SPAN`` next longer or shorter trajectories, wherever it is: in nearly full cells few other swaps fit.
+* *trajectories*: one leaves its cell, and nobody, one or two of another cell take its place. The paper's relocations
+and
+  swaps, and pairs, without which nearly full cells hardly ever change. Half of the single swaps are with one of the
+  ``LENGTH_SPAN`` next longer or shorter trajectories, wherever it is: in nearly full cells few others fit.
+* *cells*: two cells of different row-shards change places, which always fits.
+
+Only the two row-shards that a move touches are scored again: their expert loads in whole numbers, their dense stages
+from the stored cost of every cell.
 
 The chain draws from its own generator and compares against a table of exponential quantiles instead of calling ``exp``,
 so that a seed gives the same chain on every machine. Its energy is ``max_g U_g`` with a share of ``sum_g U_g``: with
@@ -19,7 +23,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megaflux_serve.routepack.compiled import compiled
 from megaflux_serve.routepack.demand import FloatArray, Int32Array, Int64Array
@@ -30,10 +33,14 @@ TOTAL_SHARE = 0.1
 """Weight of the shard sum beside the slowest shard in the energy."""
 GUIDED_IN_256 = 205
 """Of 256 proposals, how many take the dearer of two random row-shards as source and the cheaper of two as target."""
-NEIGHBOURS_IN_256 = 128
+CELLS_IN_256 = 32
+"""Of 256 proposals, how many exchange two cells."""
+NEIGHBOURS_IN_256 = 112
 """Of 256 proposals, how many swap neighbours in length."""
+PAIRS_IN_256 = 48
+"""Of 256 proposals, how many exchange one trajectory for two."""
 LENGTH_SPAN = 16
-"""Largest distance of such neighbours in the order by length."""
+"""Largest distance of neighbours in the order by length."""
 COOLING_STRIDE = 64
 """Proposals at one temperature before it falls by its share of the geometric schedule."""
 QUANTILES = -np.log((np.arange(4096) + 0.5) / 4096)
@@ -41,11 +48,18 @@ QUANTILES = -np.log((np.arange(4096) + 0.5) / 4096)
 
 
 class Tables(NamedTuple):
-    """A problem as the compiled chain reads it.
+    """A problem as the compiled chain reads it; trajectory N is *nobody*, of no length and work.
 
-    ``work`` int32 [N + 1, P', X] and ``lengths`` int64 [N + 1] end with nobody; ``by_length`` int64 [N] lists
-    trajectories from short to long and ``length_rank`` int64 [N] is its inverse; ``weights`` float64 [S, 2] price
-    tokens and squared tokens of a cell; ``cell_room`` is the most trajectories that can share a cell.
+    Attributes:
+        work: int32 [N + 1, P', X].
+        lengths: int64 [N + 1].
+        by_length: int64 [N], trajectories from short to long.
+        length_rank: int64 [N], its inverse.
+        weights: float64 [S, 2], price of tokens and squared tokens of a cell.
+        row_scale: cost of one table entry.
+        capacity, slots_per_shard, num_shards: of the topology.
+        bubble: PP - 1, or 0 without the pipeline term.
+        cell_room: the most trajectories that can share a cell, and two more that a move may bring before one leaves.
     """
 
     work: Int32Array
@@ -78,7 +92,7 @@ class Tables(NamedTuple):
             topology.slots_per_shard,
             topology.num_shards,
             problem.bubble,
-            int(fitting),
+            int(fitting) + 2,
         )
 
 
@@ -105,36 +119,86 @@ def run_chain(
         reference: E_ref of the path weight.
         seed: of the chain's own random numbers; the result depends on nothing else.
     """
-    last, best, weight, accepted = _chain(
-        tables.work,
-        tables.lengths,
-        tables.by_length,
-        tables.length_rank,
-        tables.weights,
-        tables.row_scale,
-        tables.capacity,
-        tables.slots_per_shard,
-        tables.num_shards,
-        tables.bubble,
-        tables.cell_room,
-        layout.cell,
-        layout.num_cells,
-        num_proposals,
-        hot,
-        cold,
-        reference,
-        np.uint64(seed),
-        QUANTILES,
+    state = _start(tables, layout.cell, layout.num_cells)
+    best, weight, accepted = _chain(
+        tables, state, num_proposals, hot, cold, reference, np.uint64(seed), QUANTILES, tables.lengths.size - 1
     )
-    return ChainResult(last, best, weight, accepted)
+    return ChainResult(_layout_of(state), best, weight, accepted)
+
+
+class _State(NamedTuple):
+    """Where everything is, and what it costs. K cells in U row-shards."""
+
+    cell: Int32Array  # [N], of every trajectory
+    members: Int32Array  # [K, room], trajectories of a cell in any order
+    position: Int32Array  # [N], index in members
+    held: Int64Array  # [K], trajectories of a cell
+    tokens: Int64Array  # [K]
+    squares: Int64Array  # [K], squared tokens
+    stage_cost: FloatArray  # [K, S]
+    cell_work: Int32Array  # [K, P', X]
+    seat: Int32Array  # [K], unit * slots_per_shard + index: where a cell stands
+    occupant: Int32Array  # [K], its inverse
+    load: Int32Array  # [U, P', X]
+    expert: Int64Array  # [U], sum over layers of the busiest rank, in table entries
+    joint: FloatArray  # [U], J
+    shard_sum: FloatArray  # [G]
 
 
 @compiled
-def _draw(state: Any) -> Any:
+def _start(tables: Tables, layout_cell: Int32Array, num_cells: int) -> _State:
+    """The state of a layout; cell c of the layout stands at seat c."""
+    work, lengths, weights, per_shard = tables.work, tables.lengths, tables.weights, tables.slots_per_shard
+    num_units, num_stages = num_cells // per_shard, weights.shape[0]
+    state = _State(
+        layout_cell.copy(),
+        np.empty((num_cells, tables.cell_room), np.int32),
+        np.zeros(layout_cell.size, np.int32),
+        np.zeros(num_cells, np.int64),
+        np.zeros(num_cells, np.int64),
+        np.zeros(num_cells, np.int64),
+        np.zeros((num_cells, num_stages)),
+        np.zeros((num_cells, work.shape[1], work.shape[2]), np.int32),
+        np.arange(num_cells).astype(np.int32),
+        np.arange(num_cells).astype(np.int32),
+        np.zeros((num_units, work.shape[1], work.shape[2]), np.int32),
+        np.zeros(num_units, np.int64),
+        np.zeros(num_units),
+        np.zeros(tables.num_shards),
+    )
+    for i in range(layout_cell.size):
+        c = layout_cell[i]
+        state.members[c, state.held[c]] = i
+        state.position[i] = state.held[c]
+        state.held[c] += 1
+        state.tokens[c] += lengths[i]
+        state.squares[c] += lengths[i] * lengths[i]
+        state.cell_work[c] += work[i]
+        state.load[c // per_shard] += work[i]
+    for c in range(num_cells):
+        for s in range(num_stages):
+            state.stage_cost[c, s] = weights[s, 0] * state.tokens[c] + weights[s, 1] * state.squares[c]
+    peaks, nothing, unchanged = np.zeros((2, work.shape[2]), np.int32), work[layout_cell.size], np.zeros(num_stages)
+    for u in range(num_units):
+        state.expert[u] = _expert_peaks(state.load[u], state.load[u], nothing, nothing, peaks)[0]
+        dense = _dense_cost(state, u, per_shard, -1, unchanged, -1, unchanged)
+        state.joint[u] = dense + state.expert[u] * tables.row_scale
+        state.shard_sum[u % tables.num_shards] += state.joint[u]
+    return state
+
+
+@compiled
+def _layout_of(state: _State) -> Int32Array:
+    """int32 [N]: the layout's cell of every trajectory."""
+    return state.seat[state.cell]
+
+
+@compiled
+def _draw(bits: Any) -> Any:
     """The next state, uint64, of a xorshift generator."""
-    state ^= state << np.uint64(13)
-    state ^= state >> np.uint64(7)
-    return state ^ (state << np.uint64(17))
+    bits ^= bits << np.uint64(13)
+    bits ^= bits >> np.uint64(7)
+    return bits ^ (bits << np.uint64(17))
 
 
 @compiled
@@ -179,14 +243,15 @@ def _expert_peaks(
 
 @compiled
 def _dense_cost(
-    stage_cost: FloatArray, first: int, last: int, cell1: int, new1: FloatArray, cell2: int, new2: FloatArray
+    state: _State, unit: int, per_shard: int, cell1: int, new1: FloatArray, cell2: int, new2: FloatArray
 ) -> float:
-    """A_{r,g} of cells ``first`` to ``last - 1`` when two cells have new stage costs float64 [S]."""
+    """A of a row-shard when two cells, wherever they stand, have new stage costs float64 [S]."""
     total = 0.0
-    for s in range(stage_cost.shape[1]):
+    for s in range(new1.size):
         most = 0.0
-        for c in range(first, last):
-            value = stage_cost[c, s]
+        for at in range(unit * per_shard, (unit + 1) * per_shard):
+            c = state.occupant[at]
+            value = state.stage_cost[c, s]
             if c == cell1:
                 value = new1[s]
             elif c == cell2:
@@ -198,14 +263,13 @@ def _dense_cost(
 
 @compiled
 def _energy(joint: FloatArray, shard_sum: FloatArray, bubble: float) -> float:
-    """The scalar that acceptance compares, from J float64 [R * G] and its sums float64 [G]."""
-    num_shards = shard_sum.size
+    """The scalar that acceptance compares, from J float64 [U] and its sums float64 [G]."""
     most, total = 0.0, 0.0
-    for g in range(num_shards):
+    for g in range(shard_sum.size):
         cost = shard_sum[g]
         if bubble > 0:
             peak = 0.0
-            for u in range(g, joint.size, num_shards):
+            for u in range(g, joint.size, shard_sum.size):
                 peak = max(peak, joint[u])
             cost += bubble * peak
         most = max(most, cost)
@@ -214,176 +278,166 @@ def _energy(joint: FloatArray, shard_sum: FloatArray, bubble: float) -> float:
 
 
 @compiled
+def _shift(load1: Int32Array, load2: Int32Array, leaves: Int32Array, enters: Int32Array) -> None:
+    """Let ``leaves`` and ``enters``, int32 [P', X], change places between two loads."""
+    for p in range(load1.shape[0]):
+        for x in range(load1.shape[1]):
+            change = np.int32(enters[p, x] - leaves[p, x])
+            load1[p, x] += change
+            load2[p, x] -= change
+
+
+@compiled
+def _move_one(state: _State, i: int, to: int) -> None:
+    """Put trajectory i into another cell; counts, members and positions only."""
+    c, at = state.cell[i], state.position[i]
+    state.held[c] -= 1
+    last = state.members[c, state.held[c]]
+    state.members[c, at] = last
+    state.position[last] = at
+    state.members[to, state.held[to]] = i
+    state.position[i] = state.held[to]
+    state.held[to] += 1
+    state.cell[i] = to
+
+
+@compiled
 def _chain(
-    work: Int32Array,
-    lengths: Int64Array,
-    by_length: Int64Array,
-    length_rank: Int64Array,
-    weights: FloatArray,
-    row_scale: float,
-    capacity: int,
-    slots_per_shard: int,
-    num_shards: int,
-    bubble: float,
-    cell_room: int,
-    start: Int32Array,
-    num_cells: int,
+    tables: Tables,
+    state: _State,
     num_proposals: int,
     hot: float,
     cold: float,
     reference: float,
     seed: Any,
     quantiles: FloatArray,
-) -> tuple[NDArray[np.int32], NDArray[np.int32], float, int]:
-    nobody, num_stages, num_units = lengths.size - 1, weights.shape[0], num_cells // slots_per_shard
-
-    # State: members of every cell, loads of every row-shard, and the costs that follow from them.
-    cell = start.copy()
-    members = np.empty((num_cells, cell_room), np.int32)
-    position = np.zeros(nobody, np.int32)
-    count = np.zeros(num_cells, np.int64)
-    tokens = np.zeros(num_cells, np.int64)
-    squares = np.zeros(num_cells, np.int64)
-    loads = np.zeros((num_units, work.shape[1], work.shape[2]), np.int32)
-    for i in range(nobody):
-        c = cell[i]
-        position[i] = count[c]
-        members[c, count[c]] = i
-        count[c] += 1
-        tokens[c] += lengths[i]
-        squares[c] += lengths[i] * lengths[i]
-        unit = c // slots_per_shard
-        for p in range(work.shape[1]):
-            for x in range(work.shape[2]):
-                loads[unit, p, x] += work[i, p, x]
-    stage_cost = np.zeros((num_cells, num_stages))
-    for c in range(num_cells):
-        for s in range(num_stages):
-            stage_cost[c, s] = weights[s, 0] * tokens[c] + weights[s, 1] * squares[c]
+    nobody: int,
+) -> tuple[Int32Array, float, int]:
+    """Run a chain on ``state`` in place; returns the best layout, the path weight and the moves taken."""
+    work, lengths, weights, per_shard = tables.work, tables.lengths, tables.weights, tables.slots_per_shard
+    num_units, num_stages = state.joint.size, weights.shape[0]
     new1, new2 = np.zeros(num_stages), np.zeros(num_stages)
-    peaks = np.zeros((2, work.shape[2]), np.int32)
-    dense, expert, joint = np.zeros(num_units), np.zeros(num_units, np.int64), np.zeros(num_units)
-    shard_sum = np.zeros(num_shards)
-    for u in range(num_units):
-        dense[u] = _dense_cost(stage_cost, u * slots_per_shard, (u + 1) * slots_per_shard, -1, new1, -1, new2)
-        expert[u], _ = _expert_peaks(loads[u], loads[u], work[nobody], work[nobody], peaks)
-        joint[u] = dense[u] + expert[u] * row_scale
-        shard_sum[u % num_shards] += joint[u]
-
-    energy = best_energy = _energy(joint, shard_sum, bubble)
-    best, at_best = cell.copy(), True
-    path_weight, accepted = 0.0, 0
+    peaks, couple = np.zeros((2, work.shape[2]), np.int32), np.zeros(work.shape[1:], np.int32)
+    plain = tables.num_shards == 1 and tables.bubble == 0
+    energy = best_energy = _energy(state.joint, state.shard_sum, tables.bubble)
+    best, at_best = _layout_of(state), True
+    path_weight, accepted, temperature = 0.0, 0, hot
     cooling = (cold / hot) ** (COOLING_STRIDE / max(num_proposals, 1))
-    temperature = hot
-    state = (seed + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    bits = (seed + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     for _ in range(8):
-        state = _draw(state)
+        bits = _draw(bits)
 
     for step in range(num_proposals):
         if step and step % COOLING_STRIDE == 0:
             path_weight -= (1 / (temperature * cooling) - 1 / temperature) * (energy - reference)
             temperature *= cooling
 
-        # Propose: two cells, and who leaves each.
-        state = _draw(state)
-        unit1, unit2 = _pick(state, 0, num_units), _pick(state, 1, num_units)
-        choice = _draw(state)
+        # 1. Propose: two cells, and what changes places between them.
+        bits = _draw(bits)
+        unit1, unit2 = _pick(bits, 0, num_units), _pick(bits, 1, num_units)
+        choice = _draw(bits)
         if choice & np.uint64(0xFF) < np.uint64(GUIDED_IN_256):
-            other1, other2 = _pick(state, 2, num_units), _pick(state, 3, num_units)
-            if joint[other1] > joint[unit1]:
+            other1, other2 = _pick(bits, 2, num_units), _pick(bits, 3, num_units)
+            if state.joint[other1] > state.joint[unit1]:
                 unit1 = other1
-            if joint[other2] < joint[unit2]:
+            if state.joint[other2] < state.joint[unit2]:
                 unit2 = other2
-        state = _draw(choice)
-        cell1 = unit1 * slots_per_shard + _pick(state, 0, slots_per_shard)
-        leaves = members[cell1, _pick(state, 1, count[cell1])]
-        if (choice >> np.uint64(8)) & np.uint64(0xFF) < np.uint64(NEIGHBOURS_IN_256):
-            rank = length_rank[leaves] + _pick(state, 2, 2 * LENGTH_SPAN + 1) - LENGTH_SPAN
-            if rank < 0 or rank >= nobody:
+        bits = _draw(choice)
+        kind = np.int64((choice >> np.uint64(8)) & np.uint64(0xFF))
+        cell1 = state.occupant[unit1 * per_shard + _pick(bits, 0, per_shard)]
+        cell2 = state.occupant[unit2 * per_shard + _pick(bits, 1, per_shard)]
+        i, j, k = nobody, nobody, nobody
+        if kind < CELLS_IN_256:
+            if unit1 == unit2:
                 continue
-            enters = int(by_length[rank])
-            cell2 = int(cell[enters])
-            unit2 = cell2 // slots_per_shard
+            leaves, enters = state.cell_work[cell1], state.cell_work[cell2]
+            for s in range(num_stages):
+                new1[s], new2[s] = state.stage_cost[cell2, s], state.stage_cost[cell1, s]
         else:
-            cell2 = unit2 * slots_per_shard + _pick(state, 2, slots_per_shard)
-            enters = nobody
-            if count[cell1] == 1 or choice >> np.uint64(63):
-                enters = int(members[cell2, _pick(state, 3, count[cell2])])
-        if cell1 == cell2:
-            continue
-        longer = lengths[enters] - lengths[leaves]
-        if tokens[cell1] + longer > capacity or tokens[cell2] - longer > capacity:
-            continue
+            i = state.members[cell1, _pick(bits, 2, state.held[cell1])]
+            if kind < CELLS_IN_256 + NEIGHBOURS_IN_256:
+                rank = tables.length_rank[i] + _pick(bits, 3, 2 * LENGTH_SPAN + 1) - LENGTH_SPAN
+                if rank < 0 or rank >= nobody:
+                    continue
+                j = tables.by_length[rank]
+                cell2 = state.cell[j]
+                unit2 = state.seat[cell2] // per_shard
+            elif kind < CELLS_IN_256 + NEIGHBOURS_IN_256 + PAIRS_IN_256:
+                if state.held[cell2] < 2:
+                    continue
+                first = _pick(bits, 3, state.held[cell2])
+                second = _pick(choice, 3, state.held[cell2] - 1)
+                j = state.members[cell2, first]
+                k = state.members[cell2, second + 1 if second >= first else second]
+            elif state.held[cell1] == 1 or choice >> np.uint64(63):
+                j = state.members[cell2, _pick(bits, 3, state.held[cell2])]
+            if cell1 == cell2:
+                continue
+            longer = lengths[j] + lengths[k] - lengths[i]
+            if state.tokens[cell1] + longer > tables.capacity or state.tokens[cell2] - longer > tables.capacity:
+                continue
+            wider = lengths[j] * lengths[j] + lengths[k] * lengths[k] - lengths[i] * lengths[i]
+            for s in range(num_stages):
+                more = weights[s, 0] * longer + weights[s, 1] * wider
+                new1[s], new2[s] = state.stage_cost[cell1, s] + more, state.stage_cost[cell2, s] - more
+            leaves, enters = work[i], work[j]
+            if k != nobody:
+                for p in range(work.shape[1]):
+                    for x in range(work.shape[2]):
+                        couple[p, x] = np.int32(work[j, p, x] + work[k, p, x])
+                enters = couple
 
-        # Score the two row-shards.
-        wider = lengths[enters] * lengths[enters] - lengths[leaves] * lengths[leaves]
-        for s in range(num_stages):
-            new1[s] = weights[s, 0] * (tokens[cell1] + longer) + weights[s, 1] * (squares[cell1] + wider)
-            new2[s] = weights[s, 0] * (tokens[cell2] - longer) + weights[s, 1] * (squares[cell2] - wider)
-        dense1 = _dense_cost(
-            stage_cost, unit1 * slots_per_shard, (unit1 + 1) * slots_per_shard, cell1, new1, cell2, new2
-        )
-        dense2, expert1, expert2 = dense1, expert[unit1], expert[unit2]
-        if unit1 != unit2:
-            dense2 = _dense_cost(
-                stage_cost, unit2 * slots_per_shard, (unit2 + 1) * slots_per_shard, cell1, new1, cell2, new2
-            )
-            expert1, expert2 = _expert_peaks(loads[unit1], loads[unit2], work[leaves], work[enters], peaks)
-        old1, old2 = joint[unit1], joint[unit2]
-        joint1, joint2 = dense1 + expert1 * row_scale, dense2 + expert2 * row_scale
-        change2 = joint2 - old2 if unit1 != unit2 else 0.0
-        if num_shards == 1 and bubble == 0:
-            change = joint1 - old1 + change2
+        # 2. Score the two row-shards.
+        dense1 = _dense_cost(state, unit1, per_shard, cell1, new1, cell2, new2)
+        old1, old2 = state.joint[unit1], state.joint[unit2]
+        expert1, expert2 = state.expert[unit1], state.expert[unit2]
+        if unit1 == unit2:
+            joint1 = dense1 + expert1 * tables.row_scale
+            joint2, change2 = joint1, 0.0
         else:
-            joint[unit1], joint[unit2] = joint1, joint2
-            shard_sum[unit1 % num_shards] += joint1 - old1
-            shard_sum[unit2 % num_shards] += change2
-            change = _energy(joint, shard_sum, bubble) - energy
+            dense2 = _dense_cost(state, unit2, per_shard, cell1, new1, cell2, new2)
+            expert1, expert2 = _expert_peaks(state.load[unit1], state.load[unit2], leaves, enters, peaks)
+            joint1, joint2 = dense1 + expert1 * tables.row_scale, dense2 + expert2 * tables.row_scale
+            change2 = joint2 - old2
+        change1 = joint1 - old1
+        state.joint[unit1], state.joint[unit2] = joint1, joint2
+        state.shard_sum[unit1 % tables.num_shards] += change1
+        state.shard_sum[unit2 % tables.num_shards] += change2
+        change = change1 + change2 if plain else _energy(state.joint, state.shard_sum, tables.bubble) - energy
+
+        # 3. Refuse or take the move.
         if change > temperature * quantiles[(choice >> np.uint64(16)) & np.uint64(0xFFF)]:
-            if num_shards > 1 or bubble > 0:
-                joint[unit1], joint[unit2] = old1, old2
-                shard_sum[unit1 % num_shards] -= joint1 - old1
-                shard_sum[unit2 % num_shards] -= change2
+            state.joint[unit1], state.joint[unit2] = old1, old2
+            state.shard_sum[unit1 % tables.num_shards] -= change1
+            state.shard_sum[unit2 % tables.num_shards] -= change2
             continue
-
-        # Take the move.
         if change > 0 and at_best:
-            best[:] = cell
-            at_best = False
+            best, at_best = _layout_of(state), False
         accepted += 1
         energy += change
         if unit1 != unit2:
-            for p in range(work.shape[1]):
-                for x in range(work.shape[2]):
-                    moved = np.int32(work[enters, p, x] - work[leaves, p, x])
-                    loads[unit1, p, x] += moved
-                    loads[unit2, p, x] -= moved
-        dense[unit1], dense[unit2] = dense1, dense2
-        expert[unit1], expert[unit2] = expert1, expert2
-        joint[unit1], joint[unit2] = joint1, joint2
-        tokens[cell1] += longer
-        tokens[cell2] -= longer
-        squares[cell1] += wider
-        squares[cell2] -= wider
-        for s in range(num_stages):
-            stage_cost[cell1, s] = new1[s]
-            stage_cost[cell2, s] = new2[s]
-        place = position[leaves]
-        if enters == nobody:
-            count[cell1] -= 1
-            members[cell1, place] = members[cell1, count[cell1]]
-            position[members[cell1, place]] = place
-            position[leaves] = count[cell2]
-            count[cell2] += 1
+            state.expert[unit1], state.expert[unit2] = expert1, expert2
+            _shift(state.load[unit1], state.load[unit2], leaves, enters)
+        if i == nobody:
+            seat1, seat2 = state.seat[cell1], state.seat[cell2]
+            state.seat[cell1], state.seat[cell2] = seat2, seat1
+            state.occupant[seat1], state.occupant[seat2] = cell2, cell1
         else:
-            members[cell1, place] = enters
-            position[leaves] = position[enters]
-            position[enters] = place
-            cell[enters] = cell1
-        members[cell2, position[leaves]] = leaves
-        cell[leaves] = cell2
+            _shift(state.cell_work[cell1], state.cell_work[cell2], leaves, enters)
+            if j != nobody:
+                _move_one(state, j, cell1)
+            if k != nobody:
+                _move_one(state, k, cell1)
+            _move_one(state, i, cell2)
+            state.tokens[cell1] += longer
+            state.tokens[cell2] -= longer
+            state.squares[cell1] += wider
+            state.squares[cell2] -= wider
+            for s in range(num_stages):
+                state.stage_cost[cell1, s] = weights[s, 0] * state.tokens[cell1] + weights[s, 1] * state.squares[cell1]
+                state.stage_cost[cell2, s] = weights[s, 0] * state.tokens[cell2] + weights[s, 1] * state.squares[cell2]
         if energy < best_energy:
             best_energy, at_best = energy, True
     if at_best:
-        best[:] = cell
-    return cell, best, path_weight, accepted
+        best = _layout_of(state)
+    return best, path_weight, accepted

@@ -32,13 +32,13 @@ class PlanOptions:
     Attributes:
         cost: what a row costs.
         placement: when the repair of a layer stops.
-        search: how hard to search for a schedule.
+        search: how hard to search for a schedule; None takes ``SearchOptions.for_size``.
         num_rows: fix the row count instead of choosing R*; None chooses.
     """
 
     cost: CostModel
     placement: PlacementOptions = field(default_factory=PlacementOptions)
-    search: SearchOptions = field(default_factory=SearchOptions)
+    search: SearchOptions | None = None
     num_rows: int | None = None
 
     def __post_init__(self) -> None:
@@ -159,12 +159,13 @@ def plan_window(
     problem = Problem.of(demand_by_rank, window.lengths, topology, options.cost, received)  # step 4
     clock.done("tables")
 
+    effort = options.search or SearchOptions.for_size(window.num_trajectories)
     ffd = global_ffd(window.lengths, topology, choice).canonical(topology.num_shards)
-    candidates = build_seeds(problem, ffd, options.search.candidates, options.search.seed)
-    seeds = choose_seeds(problem, candidates, options.search.members)  # step 5
+    candidates = build_seeds(problem, ffd, effort.candidates, effort.seed)
+    seeds = choose_seeds(problem, candidates, effort.members)  # step 5
     clock.done("seeds")
 
-    found = search(problem, seeds, options.search, clock.inside("search"))  # step 6
+    found = search(problem, seeds, effort, clock.inside("search"))  # step 6
     clock.done("search")
 
     found.layout.check(window.lengths, topology)  # step 7

@@ -15,15 +15,19 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
 
 import numpy as np
 
 from megaflux_serve.errors import ConfigError
-from megaflux_serve.routepack.anneal import ChainResult, Tables, run_chain
+from megaflux_serve.routepack.anneal import Tables, run_chain
 from megaflux_serve.routepack.demand import FloatArray
 from megaflux_serve.routepack.layout import Layout
 from megaflux_serve.routepack.score import Problem, Score, row_costs, score
 
+SMALL_WINDOW = 64
+"""Trajectories up to which a window counts as small."""
 TRIAL_PROPOSALS = 20_000
 """Length of the chain that is timed to turn seconds into proposals: 5 to 20 ms."""
 
@@ -50,8 +54,8 @@ class SearchOptions:
     levels: int = 2
     min_parents: int = 1
     candidates: int = 4
-    hot: float = 6e-3
-    cold: float = 6e-5
+    hot: float = 4e-3
+    cold: float = 1.2e-4
     seed: int = 0
     workers: int = 2
 
@@ -73,6 +77,16 @@ class SearchOptions:
             raise ConfigError("budget_s", self.budget_s, "seconds above 0")
         if not 0 < self.cold <= self.hot < math.inf:
             raise ConfigError("cold", self.cold, f"above 0 and at most hot = {self.hot}")
+
+    @classmethod
+    def for_size(cls, num_trajectories: int, **changes: Any) -> SearchOptions:
+        """Defaults for a window of N trajectories, with some fields set by name.
+
+        Long chains beat many short ones, so two cores get two chains. A small window is searched to the end many times
+        over: there hotter and more chains find what two cold ones miss.
+        """
+        small: dict[str, Any] = {"members": 8, "hot": 0.04} if num_trajectories <= SMALL_WINDOW else {}
+        return cls(**(small | changes))
 
 
 @dataclass(frozen=True)
@@ -123,14 +137,11 @@ def search(
     states = [seeds[j % len(seeds)] for j in range(options.members)]
     rng = np.random.default_rng((options.seed, 1))
     with ThreadPoolExecutor(max_workers=min(options.workers, options.members)) as pool:
-        for level in range(options.levels):
+        for level in range(options.levels):  # step 2
             hot, cold = (_temperature(options, unit, share / options.levels) for share in (level, level + 1))
-
-            def chain(j: int, level: int = level, hot: float = hot, cold: float = cold) -> ChainResult:
-                seed = (options.seed * options.levels + level) * options.members + j
-                return run_chain(tables, states[j], per_chain, hot, cold, best_score.primary, seed)  # noqa: B023
-
-            results = list(pool.map(chain, range(options.members)))  # step 2
+            job = (repeat(value) for value in (per_chain, hot, cold, best_score.primary))
+            first = (options.seed * options.levels + level) * options.members
+            results = list(pool.map(run_chain, repeat(tables), states, *job, range(first, first + options.members)))
             for result in results:  # step 3
                 layout = Layout(result.best, best.num_rows, best.num_slots).canonical(shards)
                 layout_score = score(problem, layout)
