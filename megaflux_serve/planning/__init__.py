@@ -7,11 +7,28 @@ specification, in plain Python::
     plan = apply_gate(plan, costs, resident)
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from megaflux_serve.planning.balance import block_eta, eta, fixed_rank_rows, predicted_speedup, rank_rows
-from megaflux_serve.planning.fast_planner import plan_replicas
 from megaflux_serve.planning.gate import GateCosts, apply_gate, estimate_costs
 from megaflux_serve.planning.plan import FIXED, ReplicaPlan, blocks_per_expert, fixed_plan
 from megaflux_serve.planning.planner import CANDIDATES, Candidate, PlannerOptions
+
+if TYPE_CHECKING:
+    from megaflux_serve.planning.fast_planner import plan_replicas
+else:
+
+    def __getattr__(name: str) -> Any:
+        """``plan_replicas`` on first use: options and gate are read in processes that never plan, and its compiler is
+        heavy. Besides, vLLM 0.32 on a CPU cannot start a worker in a process that has loaded llvmlite already."""
+        if name == "plan_replicas":
+            from megaflux_serve.planning.fast_planner import plan_replicas
+
+            return plan_replicas
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "CANDIDATES",

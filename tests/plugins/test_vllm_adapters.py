@@ -1,6 +1,8 @@
 """The adapters of the vLLM plugin, without an engine: what each translates, and that the hooks took."""
 
 import logging
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -51,6 +53,12 @@ def test_a_hook_that_another_plugin_replaced_is_an_error(monkeypatch: pytest.Mon
     monkeypatch.setitem(op_registry_oot, layer.ROUTED_EXPERTS, torch.nn.Module)
     with pytest.raises(UnsupportedError, match="the layer of routed experts"):
         megaflux_vllm.register()
+
+
+def test_refusals_do_not_load_the_compiler_of_the_planner() -> None:
+    """vLLM 0.32 on a CPU cannot start a worker in a process that has loaded llvmlite."""
+    command = "import sys, megaflux_vllm.checks; sys.exit('llvmlite' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command]).returncode == 0
 
 
 @pytest.mark.parametrize(
