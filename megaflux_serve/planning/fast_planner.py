@@ -155,7 +155,13 @@ def _most_home_blocks(search: _Search, rank: int) -> int:
 
 @_compiled
 def _visit(search: _Search, donor: int, multiple: bool, transfer_cost: int) -> bool:
-    moved = _fill_existing_replicas(search, donor)
+    """Open copies of the donor's experts, largest first, until its load is at most tau.
+
+    The specification first fills the donor's existing replicas, as the paper has it. That cannot move a block and is
+    left out here: a shift ends with the receiver at tau or the expert's home blocks at 0; a receiver is never a donor,
+    so its load does not fall again, and home blocks do not grow during a search.
+    """
+    moved = False
     visited = np.zeros(search.owned.shape[1], np.bool_)
     while search.load[donor] > search.target:
         best = -1
@@ -168,47 +174,6 @@ def _visit(search: _Search, donor: int, multiple: bool, transfer_cost: int) -> b
         visited[best] = True
         moved |= _spread(search, search.owned[donor, best], donor, multiple, transfer_cost)
     return moved
-
-
-@_compiled
-def _fill_existing_replicas(search: _Search, donor: int) -> bool:
-    """Existing replicas of the donor's experts: by receiver capacity at entry, then expert, then rank."""
-    num_ranks, num_replica_slots = search.copy_expert.shape
-    order = np.empty((num_ranks * num_replica_slots, 3), np.int64)
-    held = 0
-    for rank in range(num_ranks):
-        for index in range(num_replica_slots):
-            expert = search.copy_expert[rank, index]
-            if expert >= 0 and search.home[expert] == donor:
-                key = (-max(0, search.target - search.load[rank]), expert, rank)
-                _insert(order, held, key)
-                held += 1
-    moved = False
-    for i in range(held):
-        if search.load[donor] <= search.target:
-            break
-        moved |= _shift(search, order[i, 1], donor, order[i, 2])
-    return moved
-
-
-@_compiled
-def _insert(order: Int64Array, count: int, key: tuple[int, ...]) -> None:
-    """Insert ``key`` into the first ``count`` rows of ``order``, which are sorted, keeping them sorted."""
-    place = count
-    while place > 0 and _less(key, order[place - 1]):
-        for column in range(order.shape[1]):
-            order[place, column] = order[place - 1, column]
-        place -= 1
-    for column in range(order.shape[1]):
-        order[place, column] = key[column]
-
-
-@_compiled
-def _less(key: tuple[int, ...], row: Int64Array) -> bool:
-    for column in range(row.size):
-        if key[column] != row[column]:
-            return bool(key[column] < row[column])
-    return False
 
 
 @_compiled
@@ -268,6 +233,26 @@ def _selection_key(search: _Search) -> tuple[int, int, int]:
                 replicas += 1
                 transfers += _entry(search.resident, rank, expert) < 0
     return int(search.load.max()), transfers, replicas
+
+
+@_compiled
+def _insert(order: Int64Array, count: int, key: tuple[int, ...]) -> None:
+    """Insert ``key`` into the first ``count`` rows of ``order``, which are sorted, keeping them sorted."""
+    place = count
+    while place > 0 and _less(key, order[place - 1]):
+        for column in range(order.shape[1]):
+            order[place, column] = order[place - 1, column]
+        place -= 1
+    for column in range(order.shape[1]):
+        order[place, column] = key[column]
+
+
+@_compiled
+def _less(key: tuple[int, ...], row: Int64Array) -> bool:
+    for column in range(row.size):
+        if key[column] != row[column]:
+            return bool(key[column] < row[column])
+    return False
 
 
 @_compiled

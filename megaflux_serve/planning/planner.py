@@ -19,6 +19,8 @@ Where the paper leaves a choice open, this is the choice (``load`` in blocks, ``
 * Ranks are compared by load, ties go to the lower rank; experts by allocation, ties to the lower id.
 * A round orders its donors once, at its start: every rank above ``tau``, by decreasing overload ``load - tau`` or by
   decreasing ``max(q[e][d] for e owned by d)``. Receivers are filled to ``tau`` at most, so no donor appears later.
+* The pass over a donor's existing replicas is the paper's. From the no-replica assignment it never moves a block: a
+  shift leaves its receiver at ``tau`` or the expert without home blocks, and neither is undone during a search.
 * The test "load has fallen to tau or below" is made after every move, also between two copies of one expert.
 * *Resident* copies (weights already in a slot of r, not yet used by this plan) are tried before a new copy of the same
   expert is opened. They take a slot of the budget but are no new copy: they do not count for single fan-out.
