@@ -5,6 +5,8 @@ specification, in plain Python::
 
     plan = plan_replicas(counts, layout, options, resident)
     plan = apply_gate(plan, costs, resident)
+
+Routing workloads for benchmarks are made by ``planning.workload``.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from megaflux_serve.planning.balance import block_eta, eta, fixed_rank_rows, pre
 from megaflux_serve.planning.gate import GateCosts, apply_gate, estimate_costs
 from megaflux_serve.planning.plan import FIXED, ReplicaPlan, blocks_per_expert, fixed_plan
 from megaflux_serve.planning.planner import CANDIDATES, Candidate, PlannerOptions
+from megaflux_serve.planning.routes import BlockMap, Pool, SourceRoutes, map_blocks, rank_pool, source_routes
 
 if TYPE_CHECKING:
     from megaflux_serve.planning.fast_planner import plan_replicas
@@ -33,10 +36,13 @@ else:
 __all__ = [
     "CANDIDATES",
     "FIXED",
+    "BlockMap",
     "Candidate",
     "GateCosts",
     "PlannerOptions",
+    "Pool",
     "ReplicaPlan",
+    "SourceRoutes",
     "apply_gate",
     "block_eta",
     "blocks_per_expert",
@@ -44,7 +50,10 @@ __all__ = [
     "eta",
     "fixed_plan",
     "fixed_rank_rows",
+    "map_blocks",
     "plan_replicas",
     "predicted_speedup",
+    "rank_pool",
     "rank_rows",
+    "source_routes",
 ]

@@ -197,8 +197,8 @@ def pool_tokens(plan: ReplicaPlan, pool: Pool, topk_ids: Sequence[NDArray[Any]])
 
 def _starts(sizes: NDArray[Any]) -> CountArray:
     """int64: exclusive prefix sum of non-negative sizes."""
-    ends: CountArray = np.cumsum(sizes, dtype=np.int64)
-    return ends - sizes
+    starts: CountArray = np.cumsum(sizes, dtype=np.int64) - sizes
+    return starts
 
 
 __all__ = [
