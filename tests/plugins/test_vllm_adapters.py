@@ -3,6 +3,8 @@
 import logging
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_ex
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from megaflux_serve.config import MegaFluxConfig
-from megaflux_serve.errors import InputError, UnsupportedError
+from megaflux_serve.errors import InputError, MegafluxError, UnsupportedError
 from megaflux_serve.executors import ReferenceExecutor
 from megaflux_serve.workspace import Workspace
 from tests.oracles.moe_float64 import moe_float64
@@ -135,12 +137,12 @@ def test_padding_rows_get_distinct_experts_and_real_rows_keep_theirs(num_rows: i
 
 
 class Group:
-    """vLLM's expert-parallel group, as far as ``home_ranks`` looks at it."""
+    """vLLM's expert-parallel group, as far as the plugin looks at it."""
 
-    cpu_group = None
+    cpu_group, device_group = None, object()
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, rank_in_group: int = 0) -> None:
+        self.world_size, self.rank_in_group = world_size, rank_in_group
 
 
 def gathered_homes(monkeypatch: pytest.MonkeyPatch, maps: list[torch.Tensor]) -> list[int]:
@@ -186,6 +188,31 @@ def test_the_stock_method_does_not_stand_in_for_the_backend() -> None:
         UnquantizedFusedMoEMethod(moe_config(moe_backend="megaflux"))
     with set_current_vllm_config(VllmConfig()):
         assert isinstance(UnquantizedFusedMoEMethod(moe_config(moe_backend="auto")), UnquantizedFusedMoEMethod)
+
+
+def context_of(group: Group, **options: Any) -> ranks.RankContext:
+    """The context that layers of this group and these options share."""
+    config = VllmConfig(additional_config={"megaflux": options})
+    with pytest.MonkeyPatch.context() as patch, set_current_vllm_config(config):
+        patch.setattr("vllm.distributed.get_ep_group", lambda: group)
+        return ranks.rank_context()
+
+
+def test_layers_of_a_process_share_executor_and_workspace_and_rank_0_logs(tmp_path: Path) -> None:
+    group = Group(1)
+    context = context_of(group, plan_log=str(tmp_path))
+    assert context_of(group) is context
+    assert isinstance(context.executor, ReferenceExecutor)
+    assert len(context.observers) == 1
+    assert context_of(Group(1, rank_in_group=1), plan_log=str(tmp_path)).observers == []
+
+
+@pytest.mark.parametrize(("executor", "num_ranks"), [("reference", 2), ("megakernel", 1)])
+def test_an_executor_that_cannot_run_here_is_refused_when_the_first_layer_is_built(
+    executor: str, num_ranks: int
+) -> None:
+    with pytest.raises(MegafluxError, match=f"executor = '{executor}'"):
+        context_of(Group(num_ranks), executor=executor)
 
 
 class Layer(torch.nn.Module):
