@@ -10,8 +10,9 @@ Two parts, both against ``plan_replicas`` (the specification in plain Python) an
 The reference runs in processes of its own, so that the device waits little. Reported: ``cases_equal``, and the number
 of cases as baseline. The command ends with status 1 if one case differs, and prints the first differences.
 
-Run on a Hopper GPU: ``python -m benchmarks.bench_planner_equality [cases a group]`` (112: 10,752 plans, about a
-minute); writes planner_equality.json into the folder ``$OUT``, default benchmarks/results.
+Run on a Hopper GPU: ``python -m benchmarks.bench_planner_equality [cases a group]`` (112: 10,752 plans, about two
+minutes), and ``torchrun --standalone --nproc-per-node 2 -m benchmarks.bench_planner_equality`` for batches on real
+ranks; writes planner_equality.json (``planner_equality_rank<r>.json``) into ``$OUT``, default benchmarks/results.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing.pool import AsyncResult, Pool
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from megaflux_kernels.layout import SearchShape
@@ -38,11 +39,16 @@ from megaflux_serve.planning.routes import map_blocks, source_routes
 from megaflux_serve.routing import expert_counts
 from megaflux_serve.slots import SlotLayout
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 SEED = 20
 CASES_PER_GROUP = 112
 SLICES = 8
 BATCH_SHAPES = ((16, 2, 2, 2), (32, 4, 3, 6), (64, 8, 2, 8), (128, 8, 4, 8), (256, 8, 8, 8), (96, 16, 2, 4))
 """(experts, ranks, replica slots, top-k) of the batches."""
+REAL_SHAPES = ((16, 2, 4), (64, 1, 6), (128, 8, 8), (256, 16, 8))
+"""(experts, replica slots, top-k) of the batches on real ranks."""
 BATCHES = 6
 MAX_TOKENS = 3000
 
@@ -107,32 +113,44 @@ def compare_plans(cases_per_group: int, pending: dict[Any, list[AsyncResult[Any]
     return rows
 
 
-def compare_batches() -> list[ResultRow]:
-    """Run batches through the whole launch on virtual ranks and compare plan, routes and forward tables."""
+def compare_batches(shapes: tuple[tuple[int, int, int, int], ...], group: ProcessGroup | None) -> list[ResultRow]:
+    """Run batches through the whole launch and compare plan, routes and forward tables of the local ranks.
+
+    Args:
+        shapes: (experts, ranks, replica slots, top-k).
+        group: real ranks, one process a device; None for virtual ranks on this device.
+    """
     from megaflux_kernels.planner_buffers import LaunchOptions
 
-    from benchmarks.planner_rig import planner_shape, virtual_rig
+    from benchmarks.planner_rig import planner_shape, real_rig, virtual_rig
 
     rows = []
-    for experts, ranks, slots, top_k in BATCH_SHAPES:
+    for experts, ranks, slots, top_k in shapes:
         rng, tally = np.random.default_rng([SEED, experts, ranks]), Tally()
-        layout = SlotLayout(experts, ranks, slots, rng.permutation(np.arange(experts, dtype=np.int32) % ranks))
+        home = rng.permutation(np.arange(experts, dtype=np.int32) % ranks)
+        layout = SlotLayout(experts, ranks, slots, home)
         layer = LayerShape(ranks, experts, slots, 2048, 768, top_k, MAX_TOKENS)
-        shape = planner_shape(SearchShape(experts, ranks, slots), top_k, MAX_TOKENS, ranks)
-        rig = virtual_rig(shape, layout.home_rank, layer)
+        shape = planner_shape(SearchShape(experts, ranks, slots), top_k, MAX_TOKENS, 1 if group else ranks)
+        rig = real_rig(shape, group, home, layer) if group else virtual_rig(shape, home, layer)
         held = layout.no_replicas()
         for batch in range(BATCHES):
             ids = [random_ids(rng, experts, top_k, batch) for _ in range(ranks)]
-            rig.load(ids)
+            rig.load([ids[rank.rank] for rank in rig.ranks])
             rig.launch(LaunchOptions(transfer_cost_blocks=batch % 2))
             rig.assert_no_failure()
+            if group:
+                group.barrier().wait()  # the other rank's launch writes tables of this one
             counts = np.stack([expert_counts(i, experts) for i in ids])
             plan = plan_replicas(counts, layout, PlannerOptions(transfer_cost_blocks=batch % 2), held)
             held = plan.replica_experts
-            difference = differing_batch(rig, plan, ids, layer, batch + 1)
-            tally.add(f"batch {batch} of {(experts, ranks, slots, top_k)}", difference)
+            tally.add(
+                f"batch {batch} of {(experts, ranks, slots, top_k)}",
+                differing_batch(rig, plan, ids, layer, batch + 1),
+            )
+            if group:
+                group.barrier().wait()
         print(f"batches {(experts, ranks, slots, top_k)}: {tally.equal}/{tally.cases} equal", flush=True)
-        case = {"part": "batches", "experts": experts, "ranks": ranks, "replica_slots": slots, "emulated": True}
+        case = {"part": "batches", "experts": experts, "ranks": ranks, "replica_slots": slots, "emulated": not group}
         rows.append(_row(case, tally))
     return rows
 
@@ -194,17 +212,37 @@ def _row(case: dict[str, Any], tally: Tally) -> ResultRow:
 
 def main() -> None:
     """Compare everything, print and write the rows."""
+    if "RANK" in os.environ:
+        main_real()
     cases_per_group = int(sys.argv[1]) if len(sys.argv) > 1 else CASES_PER_GROUP
     with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 2) - 2)) as pool:
         pending = start_reference(pool, cases_per_group)
-        rows = compare_batches() + compare_plans(cases_per_group, pending)
-    equal = sum(int(row.value) for row in rows)
-    cases = sum(int(row.baseline["value"]) for row in rows if row.baseline)
-    rows.append(_row({"part": "all", "emulated": True}, Tally(cases, equal)))
+        finish(compare_batches(BATCH_SHAPES, None) + compare_plans(cases_per_group, pending), "planner_equality")
+
+
+def main_real() -> None:
+    """Compare batches on one real rank of several; rank 0 reports its own tables."""
+    import torch
+    import torch.distributed as dist
+
+    device = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", device))
+    shapes = tuple((experts, dist.get_world_size(), *rest) for experts, *rest in REAL_SHAPES)
+    rows = compare_batches(shapes, dist.group.WORLD)
+    finish(rows, f"planner_equality_rank{dist.get_rank()}")
+
+
+def finish(rows: list[ResultRow], stem: str) -> NoReturn:
+    """Add the total, write, print and end with the verdict."""
     import torch
 
+    equal = sum(int(row.value) for row in rows)
+    cases = sum(int(row.baseline["value"]) for row in rows if row.baseline)
+    emulated = bool(rows[0].case["emulated"])
+    rows.append(_row({"part": "all", "emulated": emulated}, Tally(cases, equal)))
     context = RunContext.current(torch.cuda.get_device_name(), "torch", "nvidia-cutlass-dsl", "numpy")
-    write_results(Path(os.environ.get("OUT", RESULTS)) / "planner_equality.json", rows, context)
+    write_results(Path(os.environ.get("OUT", RESULTS)) / f"{stem}.json", rows, context)
     print_table(rows, "Device planner against the reference")
     print(f"{equal} of {cases} cases equal", flush=True)
     sys.exit(0 if equal == cases else 1)

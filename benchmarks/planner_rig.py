@@ -5,6 +5,7 @@ Knows how to allocate and launch; decides nothing about cases, checks or timing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
 PLAIN = LaunchOptions()
 """No transfer cost, no reduction penalty, no gate."""
-TIMEOUT_S = 2.0
-"""Bound of a wait in tests and benchmarks: a hang ends soon and leaves an error record."""
+TIMEOUT_S = float(os.environ.get("MEGAFLUX_WAIT_S", "2"))
+"""Bound of a wait in tests and benchmarks: a hang ends soon. A sanitizer, under which all is slow, needs more."""
 
 
 def num_chunks(local_ranks: int) -> int:
@@ -108,13 +109,19 @@ def virtual_rig(
     return _rig(ranks, tables)
 
 
-def real_rig(shape: PlannerShape, group: ProcessGroup, layer: LayerShape | None = None, trace: bool = False) -> Rig:
+def real_rig(
+    shape: PlannerShape,
+    group: ProcessGroup,
+    home_rank: NDArray[np.int32] | None = None,
+    layer: LayerShape | None = None,
+    trace: bool = False,
+) -> Rig:
     """This process's rank of ``group``, one device a rank; collective."""
     memory = SymmetricMemory.rendezvous(PlannerMap(shape).num_bytes, group)
     tables = None
     if layer is not None:
         tables = Tables(layer, SymmetricMemory.rendezvous(Tables.num_bytes(layer), group))
-    rig = _rig([planner(shape, memory, tables, None, trace)], [tables])
+    rig = _rig([planner(shape, memory, tables, home_rank, trace)], [tables])
     torch.cuda.synchronize()
     torch.distributed.barrier(group)
     return rig

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_RANKS = 127  # a rank is 7 bits of the packed keys of the search and of ``row_source``
-MAX_EXPERTS = 1024  # an expert is 10 bits there
+MAX_EXPERTS = 512  # an expert is 9 bits there
+MAX_HOME_SLOTS = 256  # of a rank that replicates: 8 bits beside a load
 MAX_REPLICAS = 2048  # a (rank, replica slot) pair is 11 bits
 MAX_REPLICA_SLOTS = 32  # one lane a slot
 MAX_SHARED_BYTES = 226 * 1024  # of a block; 1 KiB of the 227 KiB is left to alignment
@@ -85,6 +86,8 @@ class SearchShape:
         _within("block_rows", self.block_rows, 1, 1 << 15)
         if self.num_experts % self.num_ranks:
             raise ShapeError("num_experts", self.num_experts, f"a multiple of the {self.num_ranks} ranks")
+        if self.num_replica_slots and self.experts_per_rank > MAX_HOME_SLOTS:
+            raise ShapeError("num_experts", self.num_experts, f"at most {MAX_HOME_SLOTS} a rank with replica slots")
         if self.num_replicas > MAX_REPLICAS:
             raise ShapeError("num_replica_slots", self.num_replica_slots, f"at most {MAX_REPLICAS} on all ranks")
 

@@ -16,7 +16,7 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from megaflux_kernels.layout import MAX_SHARED_BYTES, Header, SearchShape, ShapeError
 from megaflux_kernels.refine import Refine
 from megaflux_kernels.search import NUM_CANDIDATES, Options, Search, SearchState, state_at, state_words
-from megaflux_kernels.slots import PlanTables, Slots, SlotScratch, plan_tables, scratch_sizes
+from megaflux_kernels.slots import Copies, PlanTables, Slots, SlotScratch, plan_tables, scratch_sizes
 from megaflux_kernels.sync.device import words
 
 arch = cute.arch
@@ -129,9 +129,13 @@ class PlanBlock:
             groups.append(kind(*fields))
         return groups[0], groups[1]
 
+    def state(self, base, candidate) -> SearchState:
+        """The state of a candidate; takes an int or Int32."""
+        return state_at(self.shape, base, candidate)
+
     @cute.jit
     def solve(self, base, keys: cute.Tensor, request: PlanRequest, options: PlanOptions, tid: Int32):
-        """Plan ``request`` by the whole block: the four stages in order.
+        """Plan ``request`` by the whole block: all stages in order.
 
         All tables are written by the block's threads when it returns, without a barrier.
 
@@ -142,6 +146,7 @@ class PlanBlock:
             options: options.
             tid: thread index.
         """
+        self.prepare(base, request, tid)
         self.read(base, request, tid)
         self.run_searches(base, options, tid)
         self.choose(base, keys, options, tid)
@@ -152,13 +157,10 @@ class PlanBlock:
         """Steps 1 and 2, one warp a candidate; ends with a barrier."""
         sc, _ = self.views(base)
         warp, lane = tid // 32, tid % 32
-        if warp < NUM_CANDIDATES:
-            st, target = state_at(self.shape, base, warp), self.target(sc, lane)
-            self.start(st, sc, lane)
-            if const_expr(self.shape.num_replica_slots > 0):
-                opened, transfers = self.search.run(
-                    st, sc.holds_copy, Options(target, options.transfer_cost), warp, lane
-                )
+        if const_expr(self.shape.num_replica_slots > 0):
+            if warp < NUM_CANDIDATES:
+                st, choices = self.state(base, warp), Options(self.target(sc, lane), options.transfer_cost)
+                opened, transfers = self.search.run(st, sc.holds_copy, choices, warp, lane)
                 most = self.maximum(st.load, lane)
                 if lane == 0:
                     sc.results[3 * warp] = most
@@ -173,7 +175,7 @@ class PlanBlock:
         """Steps 3 to 6 and the gate: the winner's state, or the fixed placement in its stead; ends with a barrier."""
         sc, _ = self.views(base)
         winner, limit = self.winner(sc)
-        st = state_at(self.shape, base, winner)
+        st = self.state(base, winner)
         if const_expr(self.shape.num_replica_slots > 0):
             self.refine.list_keys(st, sc.holds_copy, sc.expert_of, keys, sc.num, tid, self.threads)
             arch.sync_threads()
@@ -192,10 +194,11 @@ class PlanBlock:
         sc, slot_scratch = self.views(base)
         tables = plan_tables(self.shape, request.plan)
         winner, _ = self.winner(sc)
-        st = state_at(self.shape, base, winner)
+        st = self.state(base, winner)
         if tid < 32:
             self.write_header(sc, tables, request, tid)
-        self.slots.write(st, slot_scratch, tables, sc.resident, sc.expert_of, sc.home_of, tid)
+        copies = Copies(sc.resident, sc.holds_copy)
+        self.slots.write(st, slot_scratch, tables, copies, sc.expert_of, sc.home_of, tid)
         held = words(request.resident, self.num_keys)
         for i in cutlass.range(tid, self.shape.num_replicas, self.threads):
             held[i] = sc.resident[i]
@@ -203,18 +206,45 @@ class PlanBlock:
     # ---- input -----------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def read(self, base, request: PlanRequest, tid: Int32):
-        """Counts to blocks and fixed loads, residents to sets of ranks; ends with a barrier."""
-        sc, _ = self.views(base)
-        tables = plan_tables(self.shape, request.plan)
+    def prepare(self, base, request: PlanRequest, tid: Int32):
+        """What does not depend on the counts: homes, copies held, empty states; ends with a barrier."""
         shape, threads = self.shape, self.threads
-        homes = words(request.homes, 2 * shape.num_experts)
+        sc, _ = self.views(base)
+        homes, held = words(request.homes, 2 * shape.num_experts), words(request.resident, self.num_keys)
         for i in cutlass.range(tid, shape.num_experts, threads):
             sc.expert_of[i] = homes[i]
             sc.home_of[i] = homes[shape.num_experts + i]
+        for i in cutlass.range(tid, shape.num_replicas, threads):
+            sc.resident[i] = held[i]
         for i in cutlass.range(tid, shape.num_experts * shape.mask_words, threads):
             sc.holds_copy[i] = Int32(0)
+        for candidate in cutlass.range_constexpr(NUM_CANDIDATES):
+            self.clear(self.state(base, candidate), tid)
         arch.sync_threads()
+        for i in cutlass.range(tid, shape.num_replicas, threads):
+            if sc.resident[i] >= 0:
+                rank = i // max(1, shape.num_replica_slots)
+                at = sc.home_of[sc.resident[i]] * shape.mask_words + (rank >> 5)
+                arch.atomic_or(sc.holds_copy.iterator + at, Int32(1) << (rank & 31), sem="relaxed", scope="cta")
+        arch.sync_threads()
+
+    @cute.jit
+    def clear(self, st: SearchState, tid: Int32):
+        """No replicas, by the block."""
+        for i in cutlass.range(tid, self.shape.num_experts * self.shape.mask_words, self.threads):
+            st.holders[i] = Int32(0)
+        for i in cutlass.range(tid, self.shape.num_ranks, self.threads):
+            st.used[i] = Int32(0)
+        for i in cutlass.range(tid, self.shape.num_replicas, self.threads):
+            st.entry_home[i] = Int32(-1)
+            st.entry_blocks[i] = Int32(0)
+
+    @cute.jit
+    def read(self, base, request: PlanRequest, tid: Int32):
+        """Counts to blocks and fixed loads, in every state; ends with a barrier."""
+        shape, threads = self.shape, self.threads
+        sc, _ = self.views(base)
+        tables = plan_tables(shape, request.plan)
         counts = words(request.counts, shape.num_ranks * shape.num_experts)
         for expert in cutlass.range(tid, shape.num_experts, threads):
             rows, before = Int32(0), Int32(0)
@@ -225,14 +255,9 @@ class PlanBlock:
                     before += num
             tables.expert_rows[expert] = rows
             tables.source_base[expert] = before
-            sc.total[sc.home_of[expert]] = (rows + shape.block_rows - 1) // shape.block_rows
-        held = words(request.resident, self.num_keys)
-        for i in cutlass.range(tid, shape.num_replicas, threads):
-            expert, rank = held[i], i // max(1, shape.num_replica_slots)
-            sc.resident[i] = expert
-            if expert >= 0:
-                at = sc.home_of[expert] * shape.mask_words + (rank >> 5)
-                arch.atomic_or(sc.holds_copy.iterator + at, Int32(1) << (rank & 31), sem="relaxed", scope="cta")
+            blocks, home = (rows + shape.block_rows - 1) // shape.block_rows, sc.home_of[expert]
+            sc.total[home] = blocks
+            self.set_home(base, home, blocks)
         arch.sync_threads()
         warp, lane = tid // 32, tid % 32
         for rank in cutlass.range(warp, shape.num_ranks, threads // 32):
@@ -242,7 +267,22 @@ class PlanBlock:
             load = arch.warp_redux_sync(load, "add")
             if lane == 0:
                 sc.fixed_load[rank] = load
+                self.set_load(base, rank, load)
         arch.sync_threads()
+
+    @cute.jit
+    def set_home(self, base, home: Int32, blocks: Int32):
+        """Blocks of an expert at home, in every state."""
+        for candidate in cutlass.range_constexpr(NUM_CANDIDATES):
+            st = self.state(base, candidate)
+            st.home_blocks[home] = blocks
+
+    @cute.jit
+    def set_load(self, base, rank: Int32, load: Int32):
+        """Load of a rank, in every state."""
+        for candidate in cutlass.range_constexpr(NUM_CANDIDATES):
+            st = self.state(base, candidate)
+            st.load[rank] = load
 
     @cute.jit
     def all_blocks(self, sc: Scratch, lane: Int32):
@@ -266,30 +306,11 @@ class PlanBlock:
         return arch.warp_redux_sync(most, "max")
 
     @cute.jit
-    def start(self, st: SearchState, sc: Scratch, lane: Int32):
-        """The no-replica assignment, by a warp."""
-        for i in cutlass.range(lane, self.shape.num_experts, 32):
-            st.home_blocks[i] = sc.total[i]
-        for i in cutlass.range(lane, self.shape.num_experts * self.shape.mask_words, 32):
-            st.holders[i] = Int32(0)
-        for i in cutlass.range(lane, self.shape.num_ranks, 32):
-            st.load[i] = sc.fixed_load[i]
-            st.used[i] = Int32(0)
-        for i in cutlass.range(lane, self.shape.num_replicas, 32):
-            st.entry_home[i] = Int32(-1)
-            st.entry_blocks[i] = Int32(0)
-        arch.sync_warp()
-
-    @cute.jit
     def restore(self, st: SearchState, sc: Scratch, tid: Int32):
         """Back to the no-replica assignment, by the block."""
+        self.clear(st, tid)
         for i in cutlass.range(tid, self.shape.num_experts, self.threads):
             st.home_blocks[i] = sc.total[i]
-        for i in cutlass.range(tid, self.shape.num_experts * self.shape.mask_words, self.threads):
-            st.holders[i] = Int32(0)
-        for i in cutlass.range(tid, self.shape.num_replicas, self.threads):
-            st.entry_home[i] = Int32(-1)
-            st.entry_blocks[i] = Int32(0)
 
     # ---- verdict ---------------------------------------------------------------------------------------------------
 

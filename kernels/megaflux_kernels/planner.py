@@ -92,6 +92,7 @@ class Planner:
         @cute.struct
         class Storage:
             keys: cute.struct.MemRange[Int64, self.block.num_keys]
+            peers: cute.struct.MemRange[Int64, self.search.num_ranks]
             words: cute.struct.MemRange[Int32, self.num_words]
             ok: cute.struct.MemRange[Int32, 1]
 
@@ -131,9 +132,15 @@ class Planner:
         epoch = arch.load(state.iterator + int(State.EPOCH), Int32) + 1
         if role == 0:
             keys = memory.keys.get_tensor(cute.make_layout(self.block.num_keys))
+            peers, bases = (
+                memory.peers.get_tensor(cute.make_layout(self.search.num_ranks)),
+                self.tensor(region, "peers"),
+            )
+            for peer in cutlass.range(tid, self.search.num_ranks, THREADS):
+                peers[peer] = bases[peer]
             copies = resident + Int64(local) * (4 * self.search.num_replicas)
             options = PlanOptions(transfer_cost, penalty, block_ns, replica_ns, plan_ns, hidden_permille)
-            self.plan(base, keys, copies, region, rank, epoch, options, budget_ns, tid)
+            self.plan(base, keys, peers, copies, region, rank, epoch, options, budget_ns, tid)
         else:
             tokens = arch.load(words(num_tokens).iterator + local, Int32)
             batch = Batch(
@@ -175,6 +182,7 @@ class Planner:
         self,
         base,
         keys: cute.Tensor,
+        peers: cute.Tensor,
         resident: Int64,
         region: Int64,
         rank: Int32,
@@ -186,9 +194,10 @@ class Planner:
         """Steps 2 and 3."""
         self.mark(region, Mark.START, tid)
         counts = self.at(region, "counts") + Int64(epoch & 1) * (4 * self.search.num_ranks * self.search.num_experts)
-        self.exchange(region, counts - region, rank, epoch, budget_ns, tid)
-        self.mark(region, Mark.EXCHANGE, tid)
         request = PlanRequest(counts, self.at(region, "homes"), resident, self.at(region, "plan"), rank, epoch)
+        self.block.prepare(base, request, tid)
+        self.exchange(region, peers, counts - region, rank, epoch, budget_ns, tid)
+        self.mark(region, Mark.EXCHANGE, tid)
         self.block.read(base, request, tid)
         self.mark(region, Mark.BLOCKS, tid)
         self.block.run_searches(base, options, tid)
@@ -204,7 +213,16 @@ class Planner:
         self.mark(region, Mark.PLAN, tid)
 
     @cute.jit
-    def exchange(self, region: Int64, counts: Int64, rank: Int32, epoch: Int32, budget_ns: Int64, tid: Int32):
+    def exchange(
+        self,
+        region: Int64,
+        peers: cute.Tensor,
+        counts: Int64,
+        rank: Int32,
+        epoch: Int32,
+        budget_ns: Int64,
+        tid: Int32,
+    ):
         """Gather the rank's histogram, send it to all ranks and wait for theirs; ``counts`` is an offset of the map."""
         experts, ranks, chunks = self.search.num_experts, self.search.num_ranks, self.shape.num_chunks
         error, own = self.at(region, "error"), self.tensor(region, "rank_counts")
@@ -214,7 +232,6 @@ class Planner:
                 record_failure(error, Wait.HISTOGRAM, rank, epoch * chunks - seen, epoch)
         arch.sync_threads()
         self.mark(region, Mark.HISTOGRAM, tid)
-        peers = self.tensor(region, "peers")
         row = counts + Int64(rank) * (4 * experts)
         for expert in cutlass.range(tid, experts, THREADS):
             num = arch.load(own.iterator + expert, Int32)

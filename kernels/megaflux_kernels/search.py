@@ -37,8 +37,7 @@ class SearchState(NamedTuple):
     ``home_blocks`` [E] blocks at home; ``holders`` [E, mask words] ranks with a replica that computes; ``load`` [P]
     blocks;
     ``used`` [P] replica slots taken; ``entry_home`` [P * s] home slot of the expert in an entry, -1 for a free one;
-    ``entry_blocks`` [P * s] blocks there; ``donor_key`` [P] priority of donors still to visit in this round;
-    ``list_capacity``, ``list_entry`` [P * s] scratch.
+    ``entry_blocks`` [P * s] blocks there; ``donor_key`` [P] priority of donors still to visit in this round.
     """
 
     home_blocks: cute.Tensor
@@ -48,8 +47,6 @@ class SearchState(NamedTuple):
     entry_home: cute.Tensor
     entry_blocks: cute.Tensor
     donor_key: cute.Tensor
-    list_capacity: cute.Tensor
-    list_entry: cute.Tensor
 
 
 def state_sizes(shape: SearchShape) -> dict[str, int]:
@@ -63,8 +60,6 @@ def state_sizes(shape: SearchShape) -> dict[str, int]:
         "entry_home": entries,
         "entry_blocks": entries,
         "donor_key": ranks,
-        "list_capacity": entries,
-        "list_entry": entries,
     }
 
 
@@ -99,10 +94,11 @@ class Options(NamedTuple):
 
 
 class Search:
-    """Device code; one instance a shape."""
+    """Device code; one instance a shape. Without replica slots there is nothing to search."""
 
     def __init__(self, shape: SearchShape) -> None:
         self.shape = shape
+        self.index_bits = (shape.experts_per_rank - 1).bit_length()  # 8 at most: see ``layout.MAX_HOME_SLOTS``
 
     @cute.jit
     def run(self, st: SearchState, resident: cute.Tensor, options: Options, candidate: Int32, lane: Int32):
@@ -123,9 +119,7 @@ class Search:
             self.order_donors(st, options.target, hottest, lane)
             donor = self.next_donor(st, lane)
             while donor >= 0:
-                if round_idx > 0:
-                    moved = moved | self.refill(st, options.target, donor, lane)
-                more, new = self.scan(st, resident, options, donor, multiple, lane)
+                more, new = self.visit(st, resident, options, donor, multiple, lane)
                 opened += more
                 transfers += new
                 moved = moved | (more > 0)
@@ -146,9 +140,8 @@ class Search:
                 if value > target:
                     if hottest:
                         value = Int32(0)
-                        for i in cutlass.range(own):
-                            j = i + rank  # rotated: lanes of one instruction meet different banks
-                            j = j - j // own * own
+                        for i in cutlass.range(own, unroll=8):
+                            j = (i + rank) % own  # rotated: lanes of one instruction meet different banks
                             value = cutlass.max(value, st.home_blocks[rank * own + j])
                     key = (value << RANK_BITS) | (127 - rank)
                 st.donor_key[rank] = key
@@ -172,109 +165,42 @@ class Search:
         arch.sync_warp()
         return donor
 
-    # ---- existing replicas -----------------------------------------------------------------------------------------
-
-    @cute.jit
-    def refill(self, st: SearchState, target: Int32, donor: Int32, lane: Int32):
-        """Shift blocks to replicas that exist, by decreasing capacity at entry, then expert, then rank; True if any
-        moved.
-
-        Only replicas with capacity are listed: capacities never grow during a visit, so that the others cannot take
-        any.
-        """
-        own, slots = self.shape.experts_per_rank, self.shape.num_replica_slots
-        num = self.list_replicas(st, target, donor, lane)
-        moved, left = Boolean(False), num
-        while (left > 0) & (st.load[donor] > target):
-            best = Int32(0)
-            for i in cutlass.range(lane, num, 32):
-                best = cutlass.max(best, st.list_capacity[i])
-            best = arch.warp_redux_sync(best, "max")
-            key, mine = Int32(NONE), Int32(0)
-            for i in cutlass.range(lane, num, 32):
-                entry = st.list_entry[i]
-                tie = ((st.entry_home[entry] - donor * own) << 11) | entry  # within an expert, entries go by rank
-                if (st.list_capacity[i] == best) & (tie < key):
-                    key, mine = tie, i
-            first = arch.warp_redux_sync(key, "min")
-            entry, home = first & 2047, donor * own + (first >> 11)
-            rank = entry // slots
-            num_blocks = cutlass.min(st.home_blocks[home], target - st.load[rank])
-            arch.sync_warp()
-            if key == first:
-                st.list_capacity[mine] = Int32(0)
-            if num_blocks > 0:
-                moved = Boolean(True)
-                if lane == 0:
-                    self.shift(st, home, donor, rank, entry, num_blocks)
-            arch.sync_warp()
-            left -= 1
-        return moved
-
-    @cute.jit
-    def list_replicas(self, st: SearchState, target: Int32, donor: Int32, lane: Int32):
-        """Compact the donor's replicas that can take blocks into the scratch list; returns how many."""
-        entries, slots, own = self.shape.num_replicas, self.shape.num_replica_slots, self.shape.experts_per_rank
-        num, below = Int32(0), Int32(arch.lanemask_lt())
-        for base in cutlass.range(0, entries, 32):
-            entry, capacity = base + lane, Int32(0)
-            if entry < entries:
-                home = st.entry_home[entry]
-                if home >= 0:
-                    if (home // own == donor) & (st.home_blocks[home] > 0):
-                        capacity = target - st.load[entry // slots]
-            votes = arch.vote_ballot_sync(capacity > 0)
-            if capacity > 0:
-                at = num + arch.popc(votes & below)
-                st.list_capacity[at] = capacity
-                st.list_entry[at] = entry
-            num += arch.popc(votes)
-        arch.sync_warp()
-        return num
-
-    @cute.jit
-    def shift(self, st: SearchState, home: Int32, donor: Int32, rank: Int32, entry: Int32, num_blocks: Int32):
-        """One lane: move blocks from the owner to an entry (Eq. 4)."""
-        st.home_blocks[home] = st.home_blocks[home] - num_blocks
-        st.load[donor] = st.load[donor] - num_blocks
-        st.load[rank] = st.load[rank] + num_blocks
-        st.entry_blocks[entry] = st.entry_blocks[entry] + num_blocks
-
     # ---- new replicas ----------------------------------------------------------------------------------------------
 
     @cute.jit
-    def scan(
+    def visit(
         self, st: SearchState, resident: cute.Tensor, options: Options, donor: Int32, multiple: Boolean, lane: Int32
     ):
         """Offer the donor's experts by decreasing blocks at home until its load is at most tau.
 
+        The reference first shifts blocks to replicas that exist already. That moves nothing: a shift ends with the
+        receiver at tau, where it stays since it is never a donor, or with no blocks at home, and these never grow.
+
         Returns:
             Replicas opened and, of these, copies that need a transfer.
         """
-        own = self.shape.experts_per_rank
-        opened, transfers, done, scanning = Int32(0), Int32(0), Int32(0), Boolean(True)
-        while scanning:
+        own, bits = self.shape.experts_per_rank, self.index_bits
+        opened, transfers, done, visiting = Int32(0), Int32(0), Int32(0), Boolean(True)
+        while visiting:
             best = Int32(0)  # `done`, bit t: this lane's t-th expert was offered
             for turn in cutlass.range_constexpr(-(-own // 32)):
                 j = lane + 32 * turn
                 if j < own:
-                    if ((done >> turn) & 1) == 0:
-                        best = cutlass.max(best, st.home_blocks[donor * own + j])
+                    blocks = st.home_blocks[donor * own + j]
+                    if (((done >> turn) & 1) == 0) & (blocks > 0):
+                        best = cutlass.max(best, (blocks << bits) | (own - 1 - j))
             best = arch.warp_redux_sync(best, "max")
-            scanning = (best > 0) & (st.load[donor] > options.target) & self.any_receiver(st, options.target, lane)
-            if scanning:
-                first = Int32(NONE)
-                for turn in cutlass.range_constexpr(-(-own // 32)):
-                    j = lane + 32 * turn
-                    if j < own:
-                        if (((done >> turn) & 1) == 0) & (st.home_blocks[donor * own + j] == best):
-                            first = cutlass.min(first, j)
-                first = arch.warp_redux_sync(first, "min")
-                if (first & 31) == lane:
-                    done = done | (Int32(1) << (first >> 5))
-                more, new = self.spread(st, resident, options, donor * own + first, donor, multiple, lane)
+            visiting = best > 0
+            if visiting:
+                j = own - 1 - (best & ((1 << bits) - 1))
+                if (j & 31) == lane:
+                    done = done | (Int32(1) << (j >> 5))
+                more, new = self.spread(st, resident, options, donor * own + j, donor, multiple, lane)
                 opened += more
                 transfers += new
+                visiting = st.load[donor] > options.target
+                if more == 0:
+                    visiting = visiting & self.any_receiver(st, options.target, lane)
         return opened, transfers
 
     @cute.jit
@@ -296,10 +222,10 @@ class Search:
             if rank < self.shape.num_ranks:
                 load, at = st.load[rank], home * self.shape.mask_words + word
                 holds = ((st.holders[at] >> lane) & 1) != 0
+                key = (load << RANK_BITS) | rank
+                if ((resident[at] >> lane) & 1) == 0:
+                    key = key | NEEDS_TRANSFER
                 if (load < target) & (st.used[rank] < self.shape.num_replica_slots) & (rank != donor) & (not holds):
-                    key = (load << RANK_BITS) | rank
-                    if ((resident[at] >> lane) & 1) == 0:
-                        key = key | NEEDS_TRANSFER
                     best = cutlass.min(best, key)
         return arch.warp_redux_sync(best, "min")
 
@@ -314,15 +240,18 @@ class Search:
         multiple: Boolean,
         lane: Int32,
     ):
-        """Open copies of one expert, one or several that need a transfer; returns copies opened and transfers."""
+        """Open copies of one expert, one or several that need a transfer; returns copies opened and transfers.
+
+        Each takes v = min(q at home, tau - load) blocks from the owner (Eq. 4).
+        """
         opened, transfers, going = Int32(0), Int32(0), Boolean(True)
+        blocks, load = st.home_blocks[home], st.load[donor]
         while going:
-            blocks, load = st.home_blocks[home], st.load[donor]
             key = self.receiver(st, resident, options.target, home, donor, lane)
-            moves = (key & NEEDS_TRANSFER) != 0
-            rank = key & 127
-            num_blocks = cutlass.min(blocks, options.target - ((key & (NEEDS_TRANSFER - 1)) >> RANK_BITS))
-            going = (load > options.target) & (blocks > 0) & (key != NONE)
+            moves, rank = (key & NEEDS_TRANSFER) != 0, key & 127
+            room = options.target - ((key & (NEEDS_TRANSFER - 1)) >> RANK_BITS)
+            num_blocks = cutlass.min(blocks, room)
+            going = key != NONE
             if moves:
                 going = going & (multiple | (transfers == 0)) & (num_blocks > options.transfer_cost)
             arch.sync_warp()  # every lane has read what lane 0 is about to change
@@ -330,13 +259,19 @@ class Search:
                 opened += 1
                 if moves:
                     transfers += 1
+                blocks -= num_blocks
+                load -= num_blocks
                 if lane == 0:
-                    entry = rank * self.shape.num_replica_slots + st.used[rank]
-                    at = home * self.shape.mask_words + (rank >> 5)
+                    used, at = st.used[rank], home * self.shape.mask_words + (rank >> 5)
+                    entry = rank * self.shape.num_replica_slots + used
                     st.entry_home[entry] = home
-                    st.used[rank] = st.used[rank] + 1
+                    st.entry_blocks[entry] = num_blocks
+                    st.used[rank] = used + 1
                     st.holders[at] = st.holders[at] | (Int32(1) << (rank & 31))
-                    self.shift(st, home, donor, rank, entry, num_blocks)
+                    st.home_blocks[home] = blocks
+                    st.load[donor] = load
+                    st.load[rank] = options.target - room + num_blocks
+                going = (blocks > 0) & (load > options.target)
             arch.sync_warp()
         return opened, transfers
 

@@ -51,20 +51,31 @@ def plan_tables(shape: SearchShape, plan) -> PlanTables:
     return PlanTables(*fields)
 
 
+class Copies(NamedTuple):
+    """Copies held before, int32 in shared memory.
+
+    ``resident`` [P * s] expert in each replica slot, -1 for none; ``holds_copy`` [E, mask words] the same as sets of
+    ranks by home slot.
+    """
+
+    resident: cute.Tensor
+    holds_copy: cute.Tensor
+
+
 class SlotScratch(NamedTuple):
     """Shared memory of this stage, int32.
 
     ``slot_blocks``, ``slot_base`` [P * s] of replica slots; ``slot_new`` [P * s] expert that must be transferred, -1
-    for none; ``entry_slot`` [P * s] slot, within its rank, of a search entry; ``home_base`` [E] pool position of home
-    slots;
-    ``transfer_first`` [P + 1]; ``segment_first`` [E + 1]; ``segment_blocks``, ``segment_base`` [E + P * s];
-    ``warp_sums`` [warps].
+    for none; ``entry_slot`` [P * s] slot, within its rank, of a search entry; ``free_slot`` [P * s] free slots of a
+    rank in the order in which they are taken; ``home_base`` [E] pool position of home slots; ``transfer_first``
+    [P + 1]; ``segment_first`` [E + 1]; ``segment_blocks``, ``segment_base`` [E + P * s]; ``warp_sums`` [warps].
     """
 
     slot_blocks: cute.Tensor
     slot_base: cute.Tensor
     slot_new: cute.Tensor
     entry_slot: cute.Tensor
+    free_slot: cute.Tensor
     home_base: cute.Tensor
     transfer_first: cute.Tensor
     segment_first: cute.Tensor
@@ -81,6 +92,7 @@ def scratch_sizes(shape: SearchShape, threads: int) -> dict[str, int]:
         "slot_base": replicas,
         "slot_new": replicas,
         "entry_slot": replicas,
+        "free_slot": replicas,
         "home_base": shape.num_experts,
         "transfer_first": shape.num_ranks + 1,
         "segment_first": shape.num_experts + 1,
@@ -112,16 +124,16 @@ class Slots:
         st: SearchState,
         sc: SlotScratch,
         tables: PlanTables,
-        resident: cute.Tensor,
+        copies: Copies,
         expert_of: cute.Tensor,
         home_of: cute.Tensor,
         tid: Int32,
     ):
-        """Write every table but header, rows and sources; ``resident`` [P * s] becomes ``replica_experts``."""
+        """Write every table but header, rows and sources; ``copies.resident`` becomes ``replica_experts``."""
         warp, lane = tid // 32, tid % 32
         if cutlass.const_expr(self.shape.num_replica_slots > 0):
             for rank in cutlass.range(warp, self.shape.num_ranks, self.threads // 32):
-                self.assign(st, sc, tables, resident, expert_of, rank, lane)
+                self.assign(st, sc, tables, copies, expert_of, rank, lane)
         else:
             for rank in cutlass.range(tid, self.shape.num_ranks, self.threads):
                 sc.transfer_first[rank + 1] = Int32(0)
@@ -144,7 +156,7 @@ class Slots:
         st: SearchState,
         sc: SlotScratch,
         tables: PlanTables,
-        resident: cute.Tensor,
+        copies: Copies,
         expert_of: cute.Tensor,
         rank: Int32,
         lane: Int32,
@@ -155,54 +167,53 @@ class Slots:
         are not used, each by index.
         """
         slots = self.shape.num_replica_slots
-        at = rank * slots + lane
-        expert, held, blocks = Int32(-1), Int32(-1), Int32(0)
+        base, at = rank * slots, rank * slots + lane
+        expert, held, blocks, stays = Int32(-1), Int32(-1), Int32(0), Boolean(False)
         if lane < slots:
-            held = resident[at]
+            held = copies.resident[at]
+            sc.slot_new[at] = Int32(-1)
+            sc.slot_blocks[at] = Int32(0)
             home = st.entry_home[at]
             if home >= 0:
                 expert, blocks = expert_of[home], st.entry_blocks[at]
-        kept_slot, slot_used, slot_blocks = Int32(-1), Boolean(False), Int32(0)
-        for i in cutlass.range_constexpr(slots):
-            that_held, that_expert = arch.shuffle_sync(held, i), arch.shuffle_sync(expert, i)
-            that_blocks = arch.shuffle_sync(blocks, i)
-            if (expert >= 0) & (that_held == expert):
-                kept_slot = Int32(i)
-            if (held >= 0) & (that_expert == held):
-                slot_used, slot_blocks = Boolean(True), that_blocks
-        below = Int32(arch.lanemask_lt())
-        empty = arch.vote_ballot_sync((lane < slots) & (held < 0))
-        spare = arch.vote_ballot_sync((held >= 0) & (not slot_used))
-        turn = Int32(-1)  # which new replica, in order, this slot takes
-        if (lane < slots) & (held < 0):
+                stays = ((copies.holds_copy[home * self.shape.mask_words + (rank >> 5)] >> (rank & 31)) & 1) != 0
+        arch.sync_warp()
+        slot = Int32(-1)
+        if stays:
+            for i in cutlass.range(slots):
+                if copies.resident[base + i] == expert:
+                    slot = i
+            sc.slot_blocks[base + slot] = blocks
+        arch.sync_warp()
+        below, free = Int32(arch.lanemask_lt()), Boolean(False)
+        if lane < slots:
+            free = sc.slot_blocks[at] == 0
+        empty, spare = arch.vote_ballot_sync(free & (held < 0)), arch.vote_ballot_sync(free & (held >= 0))
+        if free:
             turn = arch.popc(empty & below)
-        if (held >= 0) & (not slot_used):
-            turn = arch.popc(empty) + arch.popc(spare & below)
-        newcomer = Int32(NONE)
-        if (expert >= 0) & (kept_slot < 0):
+            if held >= 0:
+                turn = arch.popc(empty) + arch.popc(spare & below)
+            sc.free_slot[base + turn] = lane
+        newcomer, order = Int32(NONE), Int32(0)
+        if (expert >= 0) & (not stays):
             newcomer = expert
-        order = Int32(0)
         for i in cutlass.range_constexpr(slots):
             if arch.shuffle_sync(newcomer, i) < newcomer:
                 order += 1
-        new_expert = Int32(-1)
-        for i in cutlass.range_constexpr(slots):
-            that_new, that_order = arch.shuffle_sync(newcomer, i), arch.shuffle_sync(order, i)
-            that_blocks, that_turn = arch.shuffle_sync(blocks, i), arch.shuffle_sync(turn, i)
-            if (turn >= 0) & (that_new != NONE) & (that_order == turn):
-                new_expert, slot_blocks = that_new, that_blocks
-            if (newcomer != NONE) & (that_turn == order):
-                kept_slot = Int32(i)
-        num_new = arch.popc(arch.vote_ballot_sync(new_expert >= 0))
+        arch.sync_warp()
+        if newcomer != NONE:
+            slot = sc.free_slot[base + order]
+            sc.slot_new[base + slot] = expert
+            sc.slot_blocks[base + slot] = blocks
+        arch.sync_warp()
+        num_new = arch.popc(arch.vote_ballot_sync(newcomer != NONE))
         if lane < slots:
+            sc.entry_slot[at] = slot
             after = held
-            if new_expert >= 0:
-                after = new_expert
+            if sc.slot_new[at] >= 0:
+                after = sc.slot_new[at]
             tables.replica_experts[at] = after
-            resident[at] = after
-            sc.slot_new[at] = new_expert
-            sc.slot_blocks[at] = slot_blocks
-            sc.entry_slot[at] = kept_slot
+            copies.resident[at] = after
         if lane == 0:
             sc.transfer_first[rank + 1] = num_new
 
@@ -226,17 +237,18 @@ class Slots:
 
     @cute.jit
     def list_transfers(self, sc: SlotScratch, tables: PlanTables, tid: Int32):
-        """Rows of the transfer table, one thread a rank."""
-        slots = self.shape.num_replica_slots
-        for rank in cutlass.range(tid, self.shape.num_ranks, self.threads):
-            at = sc.transfer_first[rank]
-            for slot in cutlass.range(slots):
-                expert = sc.slot_new[rank * slots + slot]
-                if expert >= 0:
-                    tables.transfers[3 * at] = expert
-                    tables.transfers[3 * at + 1] = rank
-                    tables.transfers[3 * at + 2] = slot
-                    at += 1
+        """Rows of the transfer table, one warp a rank and one lane a slot."""
+        slots, lane = self.shape.num_replica_slots, tid % 32
+        for rank in cutlass.range(tid // 32, self.shape.num_ranks, self.threads // 32):
+            expert = Int32(-1)
+            if lane < slots:
+                expert = sc.slot_new[rank * slots + lane]
+            moved = arch.vote_ballot_sync(expert >= 0)
+            if expert >= 0:
+                at = sc.transfer_first[rank] + arch.popc(moved & Int32(arch.lanemask_lt()))
+                tables.transfers[3 * at] = expert
+                tables.transfers[3 * at + 1] = rank
+                tables.transfers[3 * at + 2] = lane
 
     # ---- pool positions --------------------------------------------------------------------------------------------
 
@@ -282,8 +294,10 @@ class Slots:
             sc.warp_sums[warp] = upto
         arch.sync_threads()
         at = upto - mine
-        for i in cutlass.range(warp):
-            at += sc.warp_sums[i]
+        for i in cutlass.range_constexpr(self.threads // 32):
+            num = sc.warp_sums[i]
+            if i < warp:
+                at += num
         for i in cutlass.range_constexpr(each):
             expert = tid * each + i
             if expert < self.shape.num_experts:
@@ -342,4 +356,4 @@ class Slots:
                 tables.segment_end[at] = end
 
 
-__all__ = ["PlanTables", "SlotScratch", "Slots", "plan_tables", "scratch_sizes", "warp_prefix"]
+__all__ = ["Copies", "PlanTables", "SlotScratch", "Slots", "plan_tables", "scratch_sizes", "warp_prefix"]

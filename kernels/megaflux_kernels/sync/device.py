@@ -29,11 +29,7 @@ def doubles(address, count: int = 1):
 
 @cute.jit
 def publish(flag: Int64, value: Int32, scope: cutlass.Constexpr):
-    """Set a flag after everything before: fence, then a release store."""
-    if cutlass.const_expr(scope == "sys"):
-        arch.fence_acq_rel_sys()
-    else:
-        arch.fence_acq_rel_gpu()
+    """Set a flag after everything before (release)."""
     arch.store(words(flag).iterator, value, sem="release", scope=scope)
 
 
