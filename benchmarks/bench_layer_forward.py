@@ -7,7 +7,7 @@ the copy of the hidden states into the symmetric buffer. A step is the forward k
 graphs with the two small launches that number it and clear its counters; the slowest rank counts.
 
 Protocols: *burst*, the median of single steps after 50 ms of rest, ranks aligned and links awake; *sustained*, the mean
-over at least 250 ms of steps back to back, where the power limit sets the clock.
+over 250 ms of steps back to back, where the power limit sets the clock.
 
 Variants: ``fixed``, the placement without replicas; ``staged``, the plan with the transfer in a launch before;
 ``pipelined``, the plan with the transfer inside; ``resident``, the plan with its weights already there;
@@ -15,7 +15,8 @@ Variants: ``fixed``, the placement without replicas; ``staged``, the plan with t
 
 Reported: latency_ms; tflops_per_gpu, 6 H I k M over it; roofline_fraction, the largest of matrix, memory and link time
 of the busiest rank over it; speedup_over_fixed beside ideal_speedup, the ratio of the busiest ranks' blocks;
-hidden_pct, one minus the excess of pipelined over resident by the time of the transfer alone. Before anything is timed,
+hidden_pct, the share of the transfer that computing hides (MegaFlux section 4.3), one minus the excess of pipelined by
+that of staged, both over resident. Before anything is timed,
 results must be within 0.5 % of float64, and replicated and staged results equal to fixed bit for bit.
 """
 
@@ -34,7 +35,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megaflux_kernels.forward import TRACE, ForwardConfig
-from megaflux_kernels.forward_map import ForwardMap
 from megaflux_kernels.symmetric import SymmetricMemory
 from megaflux_kernels.worklist import LayerShape, Tiling
 from numpy.typing import NDArray
@@ -43,7 +43,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness.rows import RESULTS, ResultRow, RunContext, write_results
 from benchmarks.harness.table import print_table
-from benchmarks.layer_rig import Rig, draw_routes
+from benchmarks.layer_rig import Rig, draw_routes, memory_sizes
 from megaflux_serve.planning.plan import ReplicaPlan
 from megaflux_serve.planning.workload import concentrated_home, permute, realise_routes, scale_counts, zipf_shares
 from megaflux_serve.routing import kappa
@@ -136,9 +136,7 @@ def burst_ms(step: Callable[[], None], stream: torch.cuda.Stream, repeats: int =
     return float(np.median(np.max(gather(times), axis=0)))
 
 
-def sustained_ms(
-    step: Callable[[], None], stream: torch.cuda.Stream, estimate_ms: float, span_ms: float = 300
-) -> float:
+def sustained_ms(step: Callable[[], None], stream: torch.cuda.Stream, estimate_ms: float, span_ms: float) -> float:
     """Mean of the second half of a run back to back, slowest rank, milliseconds; as many steps on every rank."""
     count = max(10, int(span_ms / max(gather(estimate_ms))))
     events = []
@@ -174,7 +172,8 @@ def grouped_peer(rig: Rig, topk: list[NDArray[np.int64]]) -> Callable[[], None]:
     scale = weights[token, choice, None].bfloat16()
     rows = torch.empty(shape.num_ranks * tokens, shape.hidden, dtype=torch.bfloat16, device="cuda")
     out = torch.empty(tokens, shape.hidden, dtype=torch.bfloat16, device="cuda")
-    w13, w2 = rank.w1[: shape.home_slots].transpose(1, 2), rank.w2[: shape.home_slots].transpose(1, 2)
+    pool = rig.pools[0]
+    w13, w2 = (stack[: shape.home_slots].transpose(1, 2) for stack in (pool.w1, pool.w2))
 
     def step() -> None:
         dist.all_gather_into_tensor(rows, rank.x[:tokens])
@@ -234,24 +233,36 @@ def check(rig: Rig, tokens: list[int], topk: list[NDArray[np.int64]], plans: dic
     align()
 
 
-def run_case(name: str, tokens: int, routing: str, options: argparse.Namespace) -> list[ResultRow]:
-    """Check and time every variant of one case."""
+def make_rig(name: str, options: argparse.Namespace) -> Rig:
+    """Buffers for the largest of the batches."""
     experts, hidden, intermediate, top_k, slots = SHAPES[name]
     ranks = dist.get_world_size()
-    shape = LayerShape(ranks, experts, slots, hidden, intermediate, top_k, tokens)
-    config = ForwardConfig(Tiling(group_blocks=options.group, lag=options.lag), trace=options.trace)
+    slots = slots if ranks > 1 else 0
+    shape = LayerShape(ranks, experts, slots, hidden, intermediate, top_k, max(options.tokens))
+    config = ForwardConfig(
+        Tiling(group_blocks=options.group, lag=options.lag),
+        weight_ctas=options.weight_ctas,
+        interleaved_w1=options.interleaved_w1,
+        trace=options.trace,
+    )
+    memories = [SymmetricMemory.rendezvous(size, dist.group.WORLD) for size in memory_sizes(shape, config.tiling)]
+    return Rig(shape, config, [(memories[0], memories[1])])
+
+
+def run_case(rig: Rig, name: str, tokens: int, routing: str, options: argparse.Namespace) -> list[ResultRow]:
+    """Check and time every variant of one case."""
+    shape, ranks = rig.shape, rig.shape.num_ranks
     topk, home = routes(shape, tokens, routing)
-    memory = SymmetricMemory.rendezvous(ForwardMap(shape, config.tiling).symmetric_bytes, dist.group.WORLD)
-    rig = Rig(shape, config, [memory], home_rank=home)
+    rig.place(home)
     align()
     each = [tokens] * ranks
     fixed, plan = rig.plan(topk, False), rig.plan(topk, True)
-    resident = dataclasses.replace(plan, transfers=plan.transfers[:0])
+    without_transfers = dataclasses.replace(plan, transfers=plan.transfers[:0])
     plans = {"fixed": (rig.tables(topk, fixed), False)}
     if plan.num_replicas:
         tables = rig.tables(topk, plan)
         plans |= {"staged": (tables, True), "pipelined": (tables, False)}
-        plans["resident"] = (rig.tables(topk, resident), False)
+        plans["resident"] = (rig.tables(topk, without_transfers), False)
     loads = sum(ids.size for ids in topk)
     say(
         f"{name} {tokens} tokens {routing}: kappa {kappa(plan.counts):.2f}, blocks {fixed.loads.tolist()} -> "
@@ -267,9 +278,9 @@ def run_case(name: str, tokens: int, routing: str, options: argparse.Namespace) 
         steps[variant] = (Steps(rig, each, tables, staged), rig.streams[0])
     if options.peers:
         steps["all-gather + grouped_mm"] = (grouped_peer(rig, topk), torch.cuda.current_stream())
-    flops = 6 * hidden * intermediate * top_k * tokens
+    flops = 6 * shape.hidden * shape.intermediate * shape.top_k * tokens
     rows, latency = [], {}
-    for protocol in ("burst", "sustained"):
+    for protocol in options.protocols:
         for variant, (step, stream) in steps.items():
             if isinstance(step, Steps):
                 rig.load(step.tables)
@@ -278,7 +289,7 @@ def run_case(name: str, tokens: int, routing: str, options: argparse.Namespace) 
             align()
             value = burst_ms(step, stream)
             if protocol == "sustained":
-                value = sustained_ms(step, stream, value)
+                value = sustained_ms(step, stream, value, options.span_ms)
             latency[protocol, variant] = value
             at = {**case, "variant": variant, "protocol": protocol}
             mine = plan if variant not in ("fixed", "all-gather + grouped_mm") else fixed
@@ -294,24 +305,16 @@ def run_case(name: str, tokens: int, routing: str, options: argparse.Namespace) 
                 rows.append(ResultRow("layer_forward", at, "ideal_speedup", ideal, "1"))
             say(f"    {protocol:9s} {variant:24s} {value:8.3f} ms {flops / value * 1e-9:7.1f} TFLOP/s")
         if "pipelined" in steps and len(plan.transfers):
-            excess = latency[protocol, "pipelined"] - latency[protocol, "resident"]
-            alone = transfer_ms(rig)
+            resident = latency[protocol, "resident"]
+            separate = latency[protocol, "staged"] - resident
+            hidden_pct = 100 * (1 - (latency[protocol, "pipelined"] - resident) / separate)
             at = {**case, "variant": "pipelined", "protocol": protocol}
-            rows.append(ResultRow("layer_forward", at, "hidden_pct", 100 * (1 - excess / alone), "%"))
-            say(f"    {protocol:9s} transfer alone {alone:.3f} ms, hidden {100 * (1 - excess / alone):.0f} %")
+            rows.append(ResultRow("layer_forward", at, "hidden_pct", hidden_pct, "%"))
+            say(f"    {protocol:9s} separate transfer {separate:.3f} ms, hidden {hidden_pct:.0f} %")
     failures = [failure for of_rank in gather(rig.failures()) for failure in of_rank]
     if failures:
         raise SystemExit(f"{name} {tokens} {routing}: {failures}")
     return rows
-
-
-def transfer_ms(rig: Rig) -> float:
-    """The staged transfer alone, median of five, slowest rank."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=rig.streams[0]):
-        rig.ranks[0].next_launch()
-        rig.ranks[0].transfer()
-    return burst_ms(graph.replay, rig.streams[0])
 
 
 def show_trace(rig: Rig, tokens: list[int], plans: dict[str, tuple]) -> None:
@@ -334,8 +337,14 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192])
     parser.add_argument("--routings", nargs="+", default=["balanced"], choices=ROUTINGS)
+    parser.add_argument("--span-ms", type=float, default=250, help="timed part of a sustained run")
+    parser.add_argument("--protocols", nargs="+", default=["burst", "sustained"], choices=["burst", "sustained"])
     parser.add_argument("--group", type=int, default=Tiling.group_blocks, help="blocks of a group")
     parser.add_argument("--lag", type=int, default=Tiling.lag, help="task words that FC2 lags behind FC1")
+    parser.add_argument(
+        "--weight-ctas", type=int, default=ForwardConfig.weight_ctas, help="CTAs that pull weights first"
+    )
+    parser.add_argument("--interleaved-w1", action="store_true", help="W1 interleaved in memory, not by its loads")
     parser.add_argument("--trace", action="store_true", help="print in-kernel times (costs a little)")
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave out the torch peer")
     parser.add_argument("--out", type=Path, default=RESULTS / "layer_forward.json")
@@ -344,10 +353,12 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rows = []
     for name in options.shapes:
+        rig = make_rig(name, options)
         for tokens in options.tokens:
             for routing in options.routings:
-                rows += run_case(name, tokens, routing, options)
-                torch.cuda.empty_cache()
+                rows += run_case(rig, name, tokens, routing, options)
+        del rig
+        torch.cuda.empty_cache()
     if dist.get_rank() == 0:
         device = f"{dist.get_world_size()} x {torch.cuda.get_device_name()}"
         write_results(options.out, rows, RunContext.current(device, "torch", "nvidia-cutlass-dsl"))

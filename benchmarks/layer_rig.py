@@ -8,15 +8,16 @@ layer itself plans and routes on the device.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 import torch
-from megaflux_kernels.forward import ForwardConfig
-from megaflux_kernels.forward_buffers import ForwardBuffers
-from megaflux_kernels.forward_map import ForwardMap
+from megaflux_kernels.forward import ForwardConfig, virtual_config
+from megaflux_kernels.forward_buffers import ForwardBuffers, ForwardLayer, WeightPool, interleave_w1
+from megaflux_kernels.forward_map import ForwardMap, WeightMap
 from megaflux_kernels.symmetric import SymmetricMemory
-from megaflux_kernels.worklist import BLOCK_ROWS, SOURCE_SHIFT, LayerShape, WorkHeader, forward_work
+from megaflux_kernels.worklist import BLOCK_ROWS, SOURCE_SHIFT, LayerShape, Tiling, WorkHeader, forward_work
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,9 +26,6 @@ from megaflux_serve.planning.planner import plan_replicas
 from megaflux_serve.planning.routes import map_blocks, source_routes
 from megaflux_serve.routing import expert_counts
 from megaflux_serve.slots import SlotLayout
-
-SMS = 132
-"""Streaming multiprocessors of an H200."""
 
 
 def draw_routes(
@@ -56,7 +54,7 @@ class Rig:
     Args:
         shape: the layer.
         config: launch choices; ``num_ctas`` of one rank.
-        memories: one element a local rank.
+        memories: (buffers, weights) a local rank, see ``memory_sizes``.
         seed: of weights, rows and routing weights.
         timeout_s: bound of every wait.
         home_rank: int32 [E], see ``SlotLayout``; default: consecutive experts.
@@ -66,24 +64,35 @@ class Rig:
         self,
         shape: LayerShape,
         config: ForwardConfig,
-        memories: Sequence[SymmetricMemory],
+        memories: Sequence[tuple[SymmetricMemory, SymmetricMemory]],
         seed: int = 0,
         timeout_s: float = 5.0,
         home_rank: NDArray[np.int32] | None = None,
     ) -> None:
         self.shape, self.config, self.seed = shape, config, seed
-        self.layout = SlotLayout(shape.num_experts, shape.num_ranks, shape.num_replica_slots, home_rank)
-        self.ranks = [ForwardBuffers(shape, config, memory, timeout_s) for memory in memories]
+        self.ranks = [ForwardBuffers(shape, config, memory, timeout_s) for memory, _ in memories]
+        weights = WeightMap(shape.slots, shape.hidden, shape.intermediate)
+        self.pools = [WeightPool(weights, memory) for _, memory in memories]
+        self.layers = [ForwardLayer(*pair) for pair in zip(self.ranks, self.pools, strict=True)]
         self.streams = [torch.cuda.Stream() for _ in self.ranks]
         self.topk_weights, self.out = [], []
         for rank in self.ranks:
             generator = torch.Generator("cuda").manual_seed(7919 * seed + rank.rank)
-            for index, expert in enumerate(self.layout.home_experts(rank.rank)):
-                rank.w1[index], rank.w2[index] = expert_weights(shape, int(expert), seed)
             rank.x.normal_(generator=generator)
             weights = torch.rand(shape.max_tokens, shape.top_k, generator=generator, device="cuda")
             self.topk_weights.append(weights / weights.sum(1, keepdim=True))
             self.out.append(torch.empty(shape.max_tokens, shape.hidden, device="cuda", dtype=torch.bfloat16))
+        self.place(home_rank)
+
+    def place(self, home_rank: NDArray[np.int32] | None) -> None:
+        """Put the home weights where ``home_rank`` says."""
+        shape = self.shape
+        self.layout = SlotLayout(shape.num_experts, shape.num_ranks, shape.num_replica_slots, home_rank)
+        torch.cuda.synchronize()
+        for rank, pool in zip(self.ranks, self.pools, strict=True):
+            for index, expert in enumerate(self.layout.home_experts(rank.rank)):
+                w1, pool.w2[index] = expert_weights(shape, int(expert), self.seed)
+                pool.w1[index] = interleave_w1(w1) if self.config.interleaved_w1 else w1
         torch.cuda.synchronize()
 
     def plan(self, topk: Sequence[NDArray[np.int64]], replicate: bool) -> ReplicaPlan:
@@ -131,19 +140,18 @@ class Rig:
             with torch.cuda.stream(stream):
                 rank.next_launch()
                 if staged:
-                    rank.transfer()
-                rank.forward(pull_weights=not staged)
+                    self.layers[i].transfer()
+                self.layers[i].forward(pull_weights=not staged)
                 if combine:
                     rank.combine(self.topk_weights[i][: tokens[rank.rank]], self.out[i][: tokens[rank.rank]])
 
     def poison(self) -> None:
         """NaN in every buffer that a launch must fill before it reads it."""
         torch.cuda.synchronize()
-        for rank, out in zip(self.ranks, self.out, strict=True):
-            for buffer in (rank.pool, rank.act, rank.results, out):
+        for rank, pool, out in zip(self.ranks, self.pools, self.out, strict=True):
+            replicas = (pool.w1[self.shape.home_slots :], pool.w2[self.shape.home_slots :])
+            for buffer in (rank.pool, rank.act, rank.results, out, *replicas):
                 buffer.fill_(float("nan"))
-            rank.w1[self.shape.home_slots :] = float("nan")
-            rank.w2[self.shape.home_slots :] = float("nan")
         torch.cuda.synchronize()
 
     def reference(self, topk: Sequence[NDArray[np.int64]]) -> list[Tensor]:
@@ -203,18 +211,24 @@ def relative_l2(value: Tensor, exact: Tensor) -> float:
     return float((value.double() - exact).norm() / exact.norm())
 
 
-def virtual_rig(shape: LayerShape, seed: int = 0, timeout_s: float = 5.0, **config: object) -> Rig:
-    """All P ranks on the current GPU."""
-    ctas = SMS // shape.num_ranks // 2 * 2
-    chosen = ForwardConfig(**{"num_ctas": ctas, "weight_ctas": max(1, ctas // 8), **config})  # type: ignore[arg-type]
-    memories = SymmetricMemory.virtual(ForwardMap(shape, chosen.tiling).symmetric_bytes, shape.num_ranks)
-    return Rig(shape, chosen, memories, seed, timeout_s)
+def memory_sizes(shape: LayerShape, tiling: Tiling) -> tuple[int, int]:
+    """Symmetric bytes of a rank: (buffers, weights)."""
+    weights = WeightMap(shape.slots, shape.hidden, shape.intermediate)
+    return ForwardMap(shape, tiling).symmetric_bytes, weights.num_bytes
+
+
+def virtual_rig(shape: LayerShape, seed: int = 0, timeout_s: float = 5.0, **options: object) -> Rig:
+    """All P ranks on the current GPU; ``options`` are those of ``ForwardConfig``."""
+    config = dataclasses.replace(virtual_config(shape.num_ranks), **options)  # type: ignore[arg-type]
+    memories = [SymmetricMemory.virtual(size, shape.num_ranks) for size in memory_sizes(shape, config.tiling)]
+    return Rig(shape, config, list(zip(*memories, strict=True)), seed, timeout_s)
 
 
 __all__ = [
     "Rig",
     "draw_routes",
     "expert_weights",
+    "memory_sizes",
     "relative_l2",
     "virtual_rig",
 ]

@@ -33,7 +33,7 @@ from functools import cache
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Float32, Int32, Int64, range_constexpr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -63,6 +63,7 @@ class ForwardConfig:
         tiling: tiles and task order; tables must be made with the same.
         num_ctas: CTAs of a rank, even: one an SM, or an equal share of the SMs for each virtual rank.
         weight_ctas: CTAs whose pull warps begin with replica weights, when there are any, and pull no rows.
+        interleaved_w1: W1 lies interleaved in memory, see ``WeightMap``; otherwise loads interleave it.
         trace: record global times at the trace address, int64 [num_ctas, 8], see ``TRACE``.
 
     Raises:
@@ -72,6 +73,7 @@ class ForwardConfig:
     tiling: Tiling = field(default_factory=Tiling)
     num_ctas: int = 132
     weight_ctas: int = 16
+    interleaved_w1: bool = False
     trace: bool = False
 
     def __post_init__(self) -> None:
@@ -83,6 +85,16 @@ class ForwardConfig:
             raise ShapeError("tile_columns", self.tiling.tile_columns, "256")
 
 
+def virtual_config(num_ranks: int, num_sms: int = 132) -> ForwardConfig:
+    """Launch choices when ``num_ranks`` virtual ranks share a GPU.
+
+    Their launches wait for one another and so must be resident together: each gets an equal, even share of the SMs,
+    less a few for the small launches of the other ranks.
+    """
+    num_ctas = (num_sms - 4) // num_ranks // CLUSTER * CLUSTER if num_ranks > 1 else num_sms
+    return ForwardConfig(num_ctas=num_ctas, weight_ctas=max(1, num_ctas // 8))
+
+
 class Forward:
     """Launch function and device code for one layer shape."""
 
@@ -90,7 +102,7 @@ class Forward:
         self.shape, self.config, self.columns = shape, config, config.tiling.tile_columns
         self.max_rows = work_bounds(shape, config.tiling).max_rows
         counters = Counters(self.max_rows // BLOCK_ROWS, shape.num_replica_slots)
-        self.load_warp = LoadWarp(shape, config.tiling, counters, STAGES, config.trace)
+        self.load_warp = LoadWarp(shape, config.tiling, counters, STAGES, config.interleaved_w1, config.trace)
         self.store_warp = StoreWarp(shape, config.tiling, counters, config.num_ctas, config.trace)
         self.pull_warp = PullWarp(shape, counters)
         self.matrix_warps = MatrixWarps(shape, self.columns, STAGES, self.store_warp.pitch)
@@ -137,8 +149,9 @@ class Forward:
             pointer = cute.make_ptr(BFloat16, address, cute.AddressSpace.gmem, assumed_align=16)
             return cute.make_tensor(pointer, cute.make_layout(extents, stride=strides))
 
-        # W1 holds the gate rows, then the up rows; loads interleave them in eights: (row, gate or up, group).
-        w1_rows, w1_strides = (8, 2, intermediate // 8), (hidden, intermediate * hidden, 8 * hidden)
+        w1_rows, w1_strides = 2 * intermediate, hidden
+        if const_expr(not self.config.interleaved_w1):  # loads interleave it in eights: (row, gate or up, group)
+            w1_rows, w1_strides = (8, 2, intermediate // 8), (hidden, intermediate * hidden, 8 * hidden)
         gmem = (
             tensor(pool, (self.max_rows, hidden), (hidden, 1)),
             tensor(w1, (w1_rows, hidden, shape.slots), (w1_strides, 1, 2 * intermediate * hidden)),
@@ -285,4 +298,4 @@ def compile_forward(shape: LayerShape, config: ForwardConfig):
     return cute.compile(Forward(shape, config), *addresses, Int32(0), Int32(0), Int64(0), stream)
 
 
-__all__ = ["TRACE", "Forward", "ForwardConfig", "compile_forward"]
+__all__ = ["TRACE", "Forward", "ForwardConfig", "compile_forward", "virtual_config"]

@@ -1,8 +1,9 @@
-"""The buffers of one rank and layer shape as tensors, and the launches over them: transfer, forward, combine.
+"""The buffers of one rank as tensors, and the launches over them: transfer, forward, combine.
 
-Allocates everything of ``forward_map.py`` once, for the largest batch; addresses never change, so that launches can be
-captured into a CUDA graph. Who fills the tables is the caller's business: the route kernel, or, for debugging,
-``load_tables`` with tables made on the host.
+``ForwardBuffers`` is what layers of one shape share, ``WeightPool`` the weights of one layer, ``ForwardLayer`` the two
+together. Allocates everything of ``forward_map.py`` once, for the largest batch; addresses never change, so that
+launches can be captured into a CUDA graph. Who fills the tables is the caller's business: the route kernel, or, for
+debugging, tables made on the host.
 """
 
 from __future__ import annotations
@@ -14,24 +15,52 @@ from torch import Tensor
 
 from megaflux_kernels.combine import compile_combine
 from megaflux_kernels.forward import ForwardConfig, compile_forward
-from megaflux_kernels.forward_map import ForwardMap, Region
+from megaflux_kernels.forward_map import ForwardMap, Region, WeightMap
 from megaflux_kernels.launch import TRACE_WORDS
 from megaflux_kernels.layout import ShapeError
-from megaflux_kernels.peers import Peer
+from megaflux_kernels.peers import PEER_WORDS, Peer
 from megaflux_kernels.symmetric import SymmetricMemory
 from megaflux_kernels.sync.record import RECORD_WORDS, FailedWait, failed_wait
 from megaflux_kernels.transfer import compile_transfer
-from megaflux_kernels.worklist import ForwardWork, LayerShape, WorkHeader
+from megaflux_kernels.worklist import LayerShape, WorkHeader
+
+
+class WeightPool:
+    """Weights of one layer on one rank: home slots, then replica slots; see ``WeightMap``.
+
+    Args:
+        weight_map: extents.
+        memory: at least ``weight_map.num_bytes`` bytes on every rank.
+
+    Attributes:
+        w1: BF16 [slots, 2I, H].
+        w2: BF16 [slots, H, I].
+
+    Raises:
+        ShapeError: the memory is too small.
+    """
+
+    def __init__(self, weight_map: WeightMap, memory: SymmetricMemory) -> None:
+        _check_memory(memory, weight_map.num_bytes)
+        self.map, self.addresses = weight_map, memory.addresses
+        self.w1, self.w2 = (
+            _view(memory.buffer, weight_map.offsets[name], region) for name, region in weight_map.regions.items()
+        )
 
 
 class ForwardBuffers:
-    """Buffers and launches of one rank.
+    """Buffers of one rank, for any number of layers of one shape, one after another.
 
     Args:
-        shape: the layer; ``shape.max_tokens`` bounds every batch.
+        shape: the layers; ``shape.max_tokens`` bounds every batch.
         config: launch choices.
         memory: at least ``ForwardMap(shape, config.tiling).symmetric_bytes`` bytes, zeroed.
         timeout_s: bound of every wait in a launch, seconds.
+
+    Attributes:
+        x, results, row_source, places, header, tasks, transfers, counters, ...: see ``ForwardMap``.
+        error: int32 [8], the error record; may be replaced by that of the planner before the first launch.
+        peers: int64 [P, 7], see ``peers.py``, without weights.
 
     Raises:
         ShapeError: the memory is too small, or of another number of ranks.
@@ -43,59 +72,29 @@ class ForwardBuffers:
         self.shape, self.config, self.rank = shape, config, memory.rank
         self.map = ForwardMap(shape, config.tiling)
         self.budget_ns = int(timeout_s * 1e9)
-        if len(memory.addresses) != shape.num_ranks:
-            raise ShapeError("memory.addresses", len(memory.addresses), f"{shape.num_ranks} ranks")
-        if memory.buffer.numel() < self.map.symmetric_bytes:
-            raise ShapeError("memory.buffer", memory.buffer.numel(), f"at least {self.map.symmetric_bytes} bytes")
-        device = memory.buffer.device
-        offsets = self.map.offsets
-        views = {name: _view(memory.buffer, offsets[name], region) for name, region in self.map.symmetric.items()}
-        self.flags, self.row_source, self.places = views["flags"], views["row_source"], views["places"]
-        self.x, self.results, self.w1, self.w2 = views["x"], views["results"], views["w1"], views["w2"]
+        if memory.num_ranks != shape.num_ranks:
+            raise ShapeError("memory.addresses", memory.num_ranks, f"{shape.num_ranks} ranks")
+        _check_memory(memory, self.map.symmetric_bytes)
+        device, offsets = memory.buffer.device, self.map.offsets
+        self.flags, self.row_source, self.places, self.x, self.results = (
+            _view(memory.buffer, offsets[name], region) for name, region in self.map.symmetric.items()
+        )
         self.header, self.tasks, self.transfers, self.counters, self.pool, self.act = (
             torch.zeros(region.extents, dtype=getattr(torch, region.dtype), device=device)
             for region in self.map.local.values()
         )
         self.error = torch.zeros(RECORD_WORDS, dtype=torch.int32, device=device)
         self.trace = torch.zeros(config.num_ctas, TRACE_WORDS, dtype=torch.int64, device=device)
-        names = [column.name.lower() for column in Peer]
-        table = [[base + offsets[name] for name in names] for base in memory.addresses]
-        self.peers = torch.tensor(table, dtype=torch.int64, device=device)
-        self._forward = compile_forward(shape, config)
-        self._transfer = compile_transfer(shape, config.tiling)
+        table = torch.zeros(shape.num_ranks, PEER_WORDS, dtype=torch.int64)
+        for column in (Peer.X, Peer.RESULTS, Peer.FLAGS, Peer.ROW_SOURCE, Peer.PLACES):
+            table[:, column] = torch.tensor(memory.addresses) + offsets[column.name.lower()]
+        self.peers = table.to(device)
         self._combine = compile_combine(shape.hidden, shape.top_k)
 
-    def load_tables(self, work: ForwardWork) -> None:
-        """Copy tables made on the host, for debugging; also numbers the launch and clears the counters."""
-        for name in ("tasks", "row_source", "places", "transfers"):
-            values = torch.from_numpy(getattr(work, name))
-            getattr(self, name)[: len(values)].copy_(values)
-        self.header.copy_(torch.from_numpy(work.header))
-        self.counters.zero_()
-
     def next_launch(self) -> None:
-        """Number the next launch over the tables that are loaded, and clear the counters."""
+        """Number the next launch over tables made on the host, and clear the counters."""
         self.header[WorkHeader.LAUNCH].add_(1)
         self.counters.zero_()
-
-    def transfer(self) -> None:
-        """Launch the transfer of replica weights alone; ``forward(pull_weights=False)`` then finds them."""
-        self._transfer(
-            *_addresses(self.w1, self.w2, self.header, self.transfers, self.counters, self.peers, self.error),
-            Int64(self.budget_ns),
-            _stream(),
-        )
-
-    def forward(self, pull_weights: bool = True) -> None:
-        """Launch dispatch, products and return; when it ends, ``results`` holds the results of this rank's tokens."""
-        self._forward(
-            *_addresses(self.pool, self.act, self.w1, self.w2, self.header, self.tasks, self.row_source, self.places),
-            *_addresses(self.transfers, self.counters, self.peers, self.flags, self.error, self.trace),
-            Int32(self.rank),
-            Int32(pull_weights),
-            Int64(self.budget_ns),
-            _stream(),
-        )
 
     def combine(self, topk_weights: Tensor, out: Tensor) -> None:
         """Launch out[t] = sum over j of topk_weights[t, j] * results[t, j].
@@ -120,6 +119,75 @@ class ForwardBuffers:
         return failed_wait(self.error.tolist())
 
 
+class ForwardLayer:
+    """Launches over the weights of one layer.
+
+    Loads its kernels when it is made: loading waits for the device, and so must not happen while a launch waits for a
+    virtual rank on the same device.
+
+    Args:
+        buffers: of this rank.
+        pool: of this rank, with the shape's slots, H and I.
+
+    Raises:
+        ShapeError: the pool is of another shape.
+    """
+
+    def __init__(self, buffers: ForwardBuffers, pool: WeightPool) -> None:
+        shape = buffers.shape
+        expected = WeightMap(shape.slots, shape.hidden, shape.intermediate)
+        if pool.map != expected:
+            raise ShapeError("pool", pool.map, str(expected))
+        self.buffers, self.pool = buffers, pool
+        self.peers = buffers.peers.clone()
+        for column in (Peer.W1, Peer.W2):
+            table = torch.tensor(pool.addresses) + pool.map.offsets[column.name.lower()]
+            self.peers[:, column] = table.to(self.peers.device)
+        self._forward = compile_forward(shape, buffers.config)
+        self._transfer = compile_transfer(shape, buffers.config.tiling)
+        if int(buffers.header[WorkHeader.LAUNCH]) == 0:
+            self._launch_empty()
+
+    def transfer(self) -> None:
+        """Launch the transfer of replica weights alone; ``forward(pull_weights=False)`` then finds them."""
+        buffers, pool = self.buffers, self.pool
+        self._transfer(
+            *_addresses(pool.w1, pool.w2, buffers.header, buffers.transfers, buffers.counters, self.peers),
+            *_addresses(buffers.error),
+            Int64(buffers.budget_ns),
+            _stream(),
+        )
+
+    def forward(self, pull_weights: bool = True) -> None:
+        """Launch dispatch, products and return; when it ends, ``results`` holds the results of this rank's tokens."""
+        buffers, pool = self.buffers, self.pool
+        self._forward(
+            *_addresses(buffers.pool, buffers.act, pool.w1, pool.w2, buffers.header, buffers.tasks),
+            *_addresses(buffers.row_source, buffers.places, buffers.transfers, buffers.counters, self.peers),
+            *_addresses(buffers.flags, buffers.error, buffers.trace),
+            Int32(buffers.rank),
+            Int32(pull_weights),
+            Int64(buffers.budget_ns),
+            _stream(),
+        )
+
+    def _launch_empty(self) -> None:
+        """Launch every kernel over tables that are still empty, as launch 0, for which no rank waits."""
+        buffers = self.buffers
+        self.transfer()
+        self.forward()
+        weights = torch.zeros(1, buffers.shape.top_k, device=buffers.x.device)
+        buffers.combine(weights, torch.empty_like(buffers.x[:1]))
+        torch.cuda.synchronize(buffers.x.device)
+
+
+def interleave_w1(w1: Tensor) -> Tensor:
+    """Rows of [..., 2I, H], the I gate rows and then the I up rows, as ``WeightMap`` has them interleaved; a copy."""
+    *stack, double, hidden = w1.shape
+    pairs = w1.reshape(*stack, 2, double // 16, 8, hidden).transpose(-4, -3)
+    return pairs.reshape(*stack, double, hidden)
+
+
 def _view(buffer: Tensor, offset: int, region: Region) -> Tensor:
     flat = buffer[offset : offset + region.num_bytes].view(getattr(torch, region.dtype))
     return flat.view(region.extents)
@@ -139,4 +207,9 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, extents: tuple[int, ..
         raise ShapeError(name, came, f"contiguous {dtype} {list(extents)}")
 
 
-__all__ = ["ForwardBuffers"]
+def _check_memory(memory: SymmetricMemory, num_bytes: int) -> None:
+    if memory.buffer.numel() < num_bytes:
+        raise ShapeError("memory.buffer", memory.buffer.numel(), f"at least {num_bytes} bytes")
+
+
+__all__ = ["ForwardBuffers", "ForwardLayer", "WeightPool", "interleave_w1"]

@@ -3,12 +3,14 @@
 Decides sizes and offsets; host allocation, kernels and documentation read the same definition. Knows no addresses and
 imports neither torch nor the kernel language.
 
-*Symmetric* regions are read or written by other ranks and lie at the same offsets in one symmetric allocation a rank.
-*Local* buffers belong to their rank alone. Layers of one shape may share all of them except the weight pools.
+*Symmetric* regions are read or written by other ranks and lie at the same offsets in a symmetric allocation of every
+rank. *Local* buffers belong to their rank alone. ``ForwardMap`` holds what layers of one shape share, since they run
+one after another; ``WeightMap`` holds the weights of one layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -34,9 +36,50 @@ class Region(NamedTuple):
         return size
 
 
+def offsets_of(regions: Mapping[str, Region]) -> tuple[dict[str, int], int]:
+    """(byte offset of every region, bytes of all) when they lie one behind the other, each aligned."""
+    table, at = {}, 0
+    for name, region in regions.items():
+        table[name] = at
+        at += -(-region.num_bytes // ALIGNMENT) * ALIGNMENT
+    return table, at
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """Weights of one layer on one rank; symmetric, since peers pull replicas of them.
+
+    ``w1``  BF16 [slots, 2I, H] of home slots, then replica slots: the I gate rows, then the I up rows; with
+            ``interleaved``, eight gate rows, the eight up rows of the same columns, and so on.
+    ``w2``  BF16 [slots, H, I].
+    """
+
+    slots: int
+    hidden: int
+    intermediate: int
+
+    @cached_property
+    def regions(self) -> dict[str, Region]:
+        """Regions by name, in the order of their offsets."""
+        return {
+            "w1": Region("bfloat16", (self.slots, 2 * self.intermediate, self.hidden)),
+            "w2": Region("bfloat16", (self.slots, self.hidden, self.intermediate)),
+        }
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Byte offset of every region."""
+        return offsets_of(self.regions)[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a rank's allocation."""
+        return offsets_of(self.regions)[1]
+
+
 @dataclass(frozen=True)
 class ForwardMap:
-    """Buffers of one rank.
+    """Buffers of one rank that all layers of a shape share.
 
     Symmetric regions:
 
@@ -45,8 +88,6 @@ class ForwardMap:
     ``places``      int32 [P, max_tokens, k], likewise.
     ``x``           BF16 [max_tokens, H], token rows of this rank.
     ``results``     BF16 [max_tokens, k, H], results of its assignments, written by the ranks that compute them.
-    ``w1``          BF16 [slots, 2I, H]: the I gate rows, then the I up rows, of home slots, then replica slots.
-    ``w2``          BF16 [slots, H, I].
 
     Local buffers:
 
@@ -73,24 +114,17 @@ class ForwardMap:
             "places": Region("int32", (shape.num_ranks, shape.max_tokens, shape.top_k)),
             "x": Region("bfloat16", (shape.max_tokens, shape.hidden)),
             "results": Region("bfloat16", (shape.max_tokens, shape.top_k, shape.hidden)),
-            "w1": Region("bfloat16", (shape.slots, 2 * shape.intermediate, shape.hidden)),
-            "w2": Region("bfloat16", (shape.slots, shape.hidden, shape.intermediate)),
         }
 
     @cached_property
     def offsets(self) -> dict[str, int]:
         """Byte offset of every symmetric region."""
-        table, at = {}, 0
-        for name, region in self.symmetric.items():
-            table[name] = at
-            at += -(-region.num_bytes // ALIGNMENT) * ALIGNMENT
-        return table
+        return offsets_of(self.symmetric)[0]
 
     @property
     def symmetric_bytes(self) -> int:
         """Bytes of a rank's symmetric allocation."""
-        name, region = list(self.symmetric.items())[-1]
-        return self.offsets[name] + -(-region.num_bytes // ALIGNMENT) * ALIGNMENT
+        return offsets_of(self.symmetric)[1]
 
     @cached_property
     def local(self) -> dict[str, Region]:
@@ -110,4 +144,4 @@ class ForwardMap:
         return {name: region.num_bytes for name, region in {**self.symmetric, **self.local}.items()}
 
 
-__all__ = ["ALIGNMENT", "ForwardMap", "Region"]
+__all__ = ["ALIGNMENT", "ForwardMap", "Region", "WeightMap", "offsets_of"]

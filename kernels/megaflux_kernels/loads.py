@@ -29,13 +29,17 @@ class LoadWarp:
         tiling: tiles of a task.
         counters: offsets of the counters.
         stages: stages of the load ring.
+        interleaved_w1: see ``ForwardConfig``.
         trace: add up the time spent waiting.
     """
 
-    def __init__(self, shape: LayerShape, tiling: Tiling, counters: Counters, stages: int, trace: bool) -> None:
+    def __init__(
+        self, shape: LayerShape, tiling: Tiling, counters: Counters, stages: int, interleaved_w1: bool, trace: bool
+    ) -> None:
         self.shape, self.counters, self.stages, self.trace = shape, counters, stages, trace
-        self.columns = tiling.tile_columns
-        self.w1_tile = (8, 2, self.columns // 16)  # eight gate rows, eight up rows, and so on
+        self.columns, self.interleaved_w1 = tiling.tile_columns, interleaved_w1
+        # eight gate rows, eight up rows, and so on
+        self.w1_tile = self.columns if interleaved_w1 else (8, 2, self.columns // 16)
         self.fc1_tiles = tiling.fc1_tiles(shape)
         self.stage_bytes = 2 * (BLOCK_ROWS + self.columns) * K_TILE
 
@@ -73,7 +77,8 @@ class LoadWarp:
                     fc2_wait += since
             position = (stage, phase)
             if task.kind == int(Kind.FC1):
-                at = (task.block, (0, 0, task.tile), task.slot)
+                tile = task.tile if const_expr(self.interleaved_w1) else (0, 0, task.tile)
+                at = (task.block, tile, task.slot)
                 if task.share_rows == 1:
                     position = self.load_tiles(halves[0], alone[1], at, fc1_k, barriers, position, True)
                 else:

@@ -24,9 +24,8 @@ from megaflux_kernels.worklist import BLOCK_ROWS, SOURCE_SHIFT, Counters, LayerS
 
 arch = cute.arch
 MAX_STAGES = 4
-ROWS_PER_BATCH = 32
-"""Pool rows whose origin the lanes look up together, a quarter of a block."""
-BATCHES_PER_BLOCK = BLOCK_ROWS // ROWS_PER_BATCH
+NO_ROW = -2
+"""Stands for the origin of a row beyond the pool; -1 is that of a padding row."""
 CLAIM_PASSES = 4
 """Passes between two visits to the weight queue."""
 
@@ -156,28 +155,24 @@ class PullWarp:
 
     @cute.jit
     def rows(self, staging: Staging, lane, phase, first, stride, pool: Int64, tables: Tables, ranks: Ranks):
-        """Pull the rows of every ``stride``-th batch of 32 pool rows from batch ``first`` on; returns the phase.
+        """Pull every ``stride``-th pool row from row ``first`` on, in order; returns the phase.
 
-        Each lane looks at one pool row. The rows that are their token's first here are pulled, each to all its places;
-        padding rows are only counted.
+        All CTAs together walk the pool from its beginning, so that the first blocks are complete first. Each lane looks
+        at one pool row. The rows that are their token's first here are pulled, each to all its places; padding rows are
+        only counted.
         """
         pieces = self.shape.pieces_per_row
-        origin = words(tables.row_source).iterator
-        num_batches = arch.load(words(tables.header).iterator + int(WorkHeader.NUM_BLOCKS), Int32) * BATCHES_PER_BLOCK
-        budget, piece, code = wait_budget(ranks), no_piece(), Int32(-1)
-        if first < num_batches:
-            code = arch.load(origin + (first * ROWS_PER_BATCH + lane), Int32)
-        batch = first
-        while batch < num_batches:
-            next_code = Int32(-1)
-            if batch + stride < num_batches:
-                next_code = arch.load(origin + ((batch + stride) * ROWS_PER_BATCH + lane), Int32)
-            is_first = self.is_first_place(code, batch * ROWS_PER_BATCH + lane, tables.places)
-            first_rows = arch.vote_ballot_sync(is_first)
-            padding = arch.popc(arch.vote_ballot_sync(code < 0))
-            if (lane == 0) & (padding > 0):
-                counter = words(tables.counters).iterator + (self.counters.rows_ready + batch // BATCHES_PER_BLOCK)
-                arch.red(counter, padding * pieces, op="add", dtype="s32", sem="relaxed", scope="gpu")
+        num_rows = arch.load(words(tables.header).iterator + int(WorkHeader.NUM_BLOCKS), Int32) * BLOCK_ROWS
+        budget, piece = wait_budget(ranks), no_piece()
+        base = first
+        code = self.origin(tables.row_source, base + lane * stride, num_rows)
+        while base < num_rows:
+            row = base + lane * stride
+            next_code = self.origin(tables.row_source, row + 32 * stride, num_rows)
+            first_rows = arch.vote_ballot_sync(self.is_first_place(code, row, tables.places))
+            if code == -1:
+                counter = words(tables.counters).iterator + (self.counters.rows_ready + row // BLOCK_ROWS)
+                arch.red(counter, Int32(pieces), op="add", dtype="s32", sem="relaxed", scope="gpu")
             num_pieces = arch.popc(first_rows) * pieces
             for start in cutlass.range(0, num_pieces, self.stages, unroll=1):
                 index = start + lane // self.places
@@ -189,9 +184,17 @@ class PullWarp:
                 phase, budget = self.pass_on(staging, lane, phase, budget, piece, after, ranks)
                 piece = after
             code = next_code
-            batch += stride
+            base += 32 * stride
         phase, budget = self.pass_on(staging, lane, phase, budget, piece, no_piece(), ranks)
         return phase
+
+    @cute.jit
+    def origin(self, row_source: Int64, row, num_rows):
+        """Entry of ``row_source``, or ``NO_ROW`` beyond the pool."""
+        code = Int32(NO_ROW)
+        if row < num_rows:
+            code = arch.load(words(row_source).iterator + row, Int32)
+        return code
 
     @cute.jit
     def is_first_place(self, code, row, places: Int64):

@@ -12,10 +12,10 @@ from tests.kernels.cubin import compile_kernels
 
 SHARED_MEMORY_BYTES = 227 * 1024
 
-SHAPES = {
-    "qwen3-30b-a3b, two ranks": "(2, 128, 4, 2048, 768, 8, 8192)",
-    "deepseek-v3-e64, eight ranks, traced": "(8, 64, 2, 7168, 2048, 8, 8192)",
-    "clipped tiles, top-10, 72 ranks": "(72, 504, 7, 2880, 320, 10, 1000)",
+CASES = {  # layer shape, options of the configuration
+    "qwen3-30b-a3b, two ranks": ("(2, 128, 4, 2048, 768, 8, 8192)", ""),
+    "deepseek-v3-e64, eight ranks, traced": ("(8, 64, 2, 7168, 2048, 8, 8192)", "trace=True"),
+    "clipped tiles, top-10, 72 ranks, W1 interleaved": ("(72, 504, 7, 2880, 320, 10, 1000)", "interleaved_w1=True"),
 }
 PROGRAM = """
 import json
@@ -29,7 +29,7 @@ from megaflux_kernels.transfer import Transfer
 from megaflux_kernels.worklist import LayerShape, Tiling
 
 shape = LayerShape(*{shape})
-forward, transfer = Forward(shape, ForwardConfig(trace={trace})), Transfer(shape, Tiling(), 132)
+forward, transfer = Forward(shape, ForwardConfig({options})), Transfer(shape, Tiling(), 132)
 cute.compile(forward, *[Int64(0)] * 14, Int32(0), Int32(0), Int64(0), default_stream())
 cute.compile(transfer, *[Int64(0)] * 7, Int64(0), default_stream())
 cute.compile(Combine(shape.hidden, shape.top_k), *[Int64(0)] * 3, Int32(1), default_stream())
@@ -37,9 +37,10 @@ print(json.dumps([forward.storage.size_in_bytes(), transfer.storage.size_in_byte
 """
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", CASES)
 def test_kernels_compile_without_spills_and_fit_an_sm(name, tmp_path):
-    kernels = compile_kernels(PROGRAM.format(shape=SHAPES[name], trace="eight" in name), tmp_path)
+    shape, options = CASES[name]
+    kernels = compile_kernels(PROGRAM.format(shape=shape, options=options), tmp_path)
     assert len(kernels) == 3
     combine, forward, transfer = kernels
     assert all(kernel.stack_bytes == 0 for kernel in kernels)
@@ -49,7 +50,7 @@ def test_kernels_compile_without_spills_and_fit_an_sm(name, tmp_path):
     assert max(forward_bytes, transfer_bytes) <= SHARED_MEMORY_BYTES
     assert forward.ptx.count("wgmma.mma_async.sync.aligned.m64n256k16") == 8  # first K step, and the loop's
     assert forward.ptx.count("setmaxnreg") == 2
-    assert "cp.async.bulk.tensor.5d" in forward.ptx  # gate and up rows interleaved by the load
+    assert ("cp.async.bulk.tensor.5d" in forward.ptx) == ("interleaved" not in options)  # or by the load
     assert "multicast::cluster" in forward.ptx
     assert "cp.async.bulk.global.shared::cta" in forward.ptx
     assert "st.release.sys" in forward.ptx

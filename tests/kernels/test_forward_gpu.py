@@ -70,7 +70,7 @@ def test_replicated_and_staged_results_equal_fixed_placement_bit_for_bit(name):
     shape = SHAPES[name]
     rig = virtual_rig(shape, seed=3)
     tokens = [shape.max_tokens] * shape.num_ranks
-    topk = draw_routes(shape, tokens, seed=4, skew=1.0, hot=[0])
+    topk = draw_routes(shape, tokens, seed=4, skew=1.0, hot=[0, 1])
     replicated = rig.plan(topk, True)
     assert replicated.num_replicas > 0
     seen = []
@@ -178,7 +178,7 @@ def test_a_peer_that_never_starts_ends_the_launch_with_an_error_that_names_it():
     start = time.monotonic()
     with torch.cuda.stream(rig.streams[0]):
         rig.ranks[0].next_launch()
-        rig.ranks[0].forward()
+        rig.layers[0].forward()
     torch.cuda.synchronize()
     assert time.monotonic() - start < 5
     failure = rig.ranks[0].failure()

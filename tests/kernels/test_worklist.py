@@ -34,7 +34,7 @@ SMALL = LayerShape(
 )
 SHAPES = {
     "two ranks": (SMALL, Tiling(lag=20)),
-    "eight ranks, top-8": (LayerShape(8, 32, 1, 4608, 320, 8, 300), Tiling(group_blocks=3, lag=0)),
+    "eight ranks, top-8": (LayerShape(8, 32, 1, 4608, 320, 8, 200), Tiling(group_blocks=3, lag=0)),
     "one rank, top-1": (LayerShape(1, 4, 0, 128, 64, 1, 500), Tiling(lag=7)),
     "three ranks, every expert": (LayerShape(3, 6, 1, 192, 64, 6, 90), Tiling(group_blocks=1, lag=1000)),
 }
@@ -83,19 +83,20 @@ def pull_rows(shape: LayerShape, work: ForwardWork) -> tuple[np.ndarray, np.ndar
     written = np.full(num_blocks * BLOCK_ROWS, -1, dtype=np.int64)
     ready = np.zeros(num_blocks, dtype=np.int64)
     crossed = 0
-    for row, code in enumerate(work.row_source):
+    everywhere = work.places.tolist()
+    for row, code in enumerate(work.row_source.tolist()):
         if code < 0:
             ready[row // BLOCK_ROWS] += shape.pieces_per_row
             continue
         source, token = code >> SOURCE_SHIFT, (code & ((1 << SOURCE_SHIFT) - 1)) // shape.top_k
-        places = work.places[source, token]
-        places = places[places >= 0]
-        if places.min() < row:
+        places = [place for place in everywhere[source][token] if place >= 0]
+        if min(places) < row:
             continue
         crossed += 1
         assert (written[places] == -1).all(), "a pool row is written twice"
         written[places] = source << SOURCE_SHIFT | token
-        np.add.at(ready, places // BLOCK_ROWS, shape.pieces_per_row)
+        for place in places:
+            ready[place // BLOCK_ROWS] += shape.pieces_per_row
     return written, ready, crossed
 
 
@@ -103,12 +104,13 @@ def run_tasks(shape: LayerShape, tiling: Tiling, work: ForwardWork, block_slot: 
     """Claim the stream in order; every wait must be met by an earlier task, every tile computed once."""
     tiles = {Kind.FC1: tiling.fc1_tiles(shape), Kind.FC2: tiling.fc2_tiles(shape)}
     done = {kind: np.zeros((block_slot.size, n), dtype=int) for kind, n in tiles.items()}
-    for word in work.tasks:
-        kind, block, tile, slot, share, gated = unpack_task(int(word))
-        assert gated == (slot in set(work.transfers[:, 2].tolist()))
+    slots, arriving = block_slot.tolist(), set(work.transfers[:, 2].tolist())
+    for word in work.tasks.tolist():
+        kind, block, tile, slot, share, gated = unpack_task(word)
+        assert gated == (slot in arriving)
         for c in range(CLUSTER):
             b, n = block + c * (not share), tile + c * share
-            assert block_slot[b] == slot
+            assert slots[b] == slot
             assert kind == Kind.FC1 or done[Kind.FC1][b].all(), "FC2 claimed before all of its block's FC1"
             if n < tiles[kind]:
                 done[kind][b, n] += 1
