@@ -54,8 +54,8 @@ class SearchOptions:
     levels: int = 2
     min_parents: int = 1
     candidates: int = 4
-    hot: float = 4e-3
-    cold: float = 1.2e-4
+    hot: float = 1e-3
+    cold: float = 1e-4
     seed: int = 0
     workers: int = 2
 

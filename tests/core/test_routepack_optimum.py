@@ -13,6 +13,7 @@ from megaflux_serve.routepack.score import Problem, score
 from megaflux_serve.routepack.seeds import build_seeds
 from megaflux_serve.routepack.topology import Topology
 from tests.core.routepack_cases import COST, window
+from tests.oracles.routepack_optimum import optimum
 
 pytest.importorskip("ortools", reason="certified optima need ortools")
 
@@ -37,19 +38,22 @@ def test_the_certified_optimum_is_the_best_of_all_layouts(shards: int) -> None:
     hint = Layout(hint.cell, 2, 2) if hint.num_rows == 2 else Layout(np.array([0, 1, 2, 3, 3, 2, 1], np.int32), 2, 2)
     found = solve_schedule(problem, hint, seconds=30)
     assert found.certified
+    if shards == 1:
+        stages = [(stage.linear, stage.quadratic) for stage in COST.stages]
+        assert optimum(demand.lengths, problem.work.astype(np.int64), stages, 300, 2) == pytest.approx(min(legal))
     assert found.primary == pytest.approx(min(legal), rel=1e-6)
     assert found.bound <= found.primary
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_search_finds_the_certified_optimum_of_small_windows(seed: int) -> None:
-    demand, topology = window(10, num_layers=2, seed=seed), Topology(4, 2, 160)
+def test_the_search_finds_the_optimum_of_small_windows(seed: int) -> None:
+    demand, topology = window(11, num_layers=2, seed=seed), Topology(4, 2, 160)
     problem = problem_of(demand, topology)
     ffd = global_ffd(demand.lengths, topology, choose_rows(demand.lengths, topology))
-    found = search(problem, build_seeds(problem, ffd, 4, 0), SearchOptions.for_size(10, proposals=200_000))
-    optimum = solve_schedule(problem, ffd, seconds=30)
-    assert optimum.certified
-    assert found.score.primary <= optimum.primary * 1.001
+    found = search(problem, build_seeds(problem, ffd, 4, 0), SearchOptions.for_size(11, proposals=200_000))
+    stages = [(stage.linear, stage.quadratic) for stage in COST.stages]
+    best = optimum(demand.lengths, problem.work.astype(np.int64), stages, topology.capacity, ffd.num_rows)
+    assert best * (1 - 1e-9) <= found.score.primary <= best * 1.001
 
 
 def test_exact_packing_decides_both_ways() -> None:

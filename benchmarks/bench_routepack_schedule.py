@@ -1,0 +1,336 @@
+"""Schedules of whole windows: cost against the paper's baselines, quality against time, and communication.
+
+Method: 20 synthetic windows a model (``benchmarks.routepack_corpus``, fitted to published statistics, not the paper's
+corpus) and the real gpt-oss-20b window, DP = EP = 8, EDP = 1. As in the paper's appendix K, every window starts from
+identity placement, and all schedules of a window share its repaired placement. Every layout is checked before it
+counts; values are means over windows.
+
+* ``joint_saving_pct``: modelled cost saved against DP-local FFD under the same placement (Table 21).
+* ``full_saving_pct``: against DP-local FFD under identity placement (Table 6, Full).
+* ``excess_removed_pct``: eta of section 5.3, against global FFD with the same rows (Figure 11: 28.9 to 54.3 online).
+* ``rows``, ``expert_pct``, ``dense_pct``: rows, and the two costs with DP-local FFD under the same placement as 100.
+* ``global_excess_pct``, ``row_local_excess_pct``: what is left of Table 6's excess terms.
+* ``plan_s``: wall-clock seconds of the whole plan on two threads; for baselines, of building their layout.
+
+Planners: ``routepack``, ``reschedule`` (identity placement kept, Table 6), ``paper-population`` (64 chains, two levels,
+1.28 M proposals, at least eight parents), and the baselines. ``routepack_communication`` has Table 11's diagnostics for
+three layouts with equal rows: ``rho_minus_1_pct`` in assignments, and for DeepEP's deduplicated copies the change of
+remote copies and of the cumulative endpoint peak against Base; copies are exact for gpt-oss and estimated from totals
+elsewhere. ``full+copies`` adds the communication term with weight 1.
+
+Run: ``python -m benchmarks.bench_routepack_schedule`` (ten minutes); writes results/routepack_schedule.{json,png}.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from rich.progress import track
+
+from benchmarks.harness import RESULTS, ResultRow, RunContext, cpu_name, figure, print_table, write_results
+from benchmarks.routepack_corpus import (
+    FLASH,
+    GPTOSS_COST,
+    GPTOSS_TOPOLOGY,
+    TINY,
+    TOPOLOGY,
+    gptoss_routes,
+    synthetic_windows,
+)
+from megaflux_serve.routepack import (
+    CostModel,
+    Demand,
+    Layout,
+    Placement,
+    PlacementOptions,
+    PlanOptions,
+    SearchOptions,
+    Topology,
+    WindowPlan,
+    plan_window,
+)
+from megaflux_serve.routepack.baselines import dp_local_ffd, global_ffd, slime_schedule, verl_karmarkar_karp
+from megaflux_serve.routepack.bounds import excess_removed, expert_excess, lower_bound
+from megaflux_serve.routepack.communication import expected_rank_copies, rank_copies, traffic
+from megaflux_serve.routepack.demand import Int32Array
+from megaflux_serve.routepack.plan import fixed_rows
+from megaflux_serve.routepack.score import Problem, row_costs, score
+
+BENCH = "routepack_schedule"
+NUM_WINDOWS, CURVE_WINDOWS, COMMUNICATION_WINDOWS = 20, 5, 5
+BUDGET_S = 1.0
+CURVE_S = (0.03, 0.1, 0.3, 1.0, 3.0)
+KEEP_PLACEMENT = PlacementOptions(cv_target=1e9)
+PAPER_POPULATION = SearchOptions(proposals=1_280_000, members=64, levels=2, min_parents=8, candidates=8)
+PAPER = {  # Tables 6 and 21
+    ("tiny", "routepack"): {
+        "joint_saving_pct": 6.39, "full_saving_pct": 20.56, "rows": 60.30, "expert_pct": 88.41, "dense_pct": 98.66,
+        "global_excess_pct": 0.06, "row_local_excess_pct": 8.84, "plan_s": 3.25,
+    },
+    ("tiny", "reschedule"): {"full_saving_pct": 4.18, "global_excess_pct": 61.23, "row_local_excess_pct": 1.41},
+    ("tiny", "global-ffd"): {"joint_saving_pct": -3.35, "rows": 60.30, "expert_pct": 113.04, "dense_pct": 93.99},
+    ("tiny", "dp-local-ffd"): {"full_saving_pct": 15.30, "rows": 63.25, "row_local_excess_pct": 23.17},
+    ("flash", "routepack"): {
+        "joint_saving_pct": 3.69, "full_saving_pct": 16.61, "rows": 29.95, "expert_pct": 97.18, "dense_pct": 94.89,
+        "global_excess_pct": 0.05, "row_local_excess_pct": 8.24, "plan_s": 2.18,
+    },
+    ("flash", "reschedule"): {"full_saving_pct": 2.50, "global_excess_pct": 36.03, "row_local_excess_pct": 2.23},
+    ("flash", "global-ffd"): {"joint_saving_pct": -1.04, "rows": 29.95, "expert_pct": 105.84, "dense_pct": 93.19},
+    ("flash", "dp-local-ffd"): {"full_saving_pct": 13.41, "rows": 31.70, "row_local_excess_pct": 11.39},
+}  # fmt: skip
+PAPER_COMMUNICATION = {  # Table 11: rho - 1, change of remote copies, of the cumulative endpoint peak
+    ("tiny", "base"): (72.7, 0.0, 0.0), ("tiny", "reroute"): (27.0, 38.3, 8.6), ("tiny", "full"): (12.7, 38.3, 1.3),
+    ("flash", "base"): (40.1, 0.0, 0.0), ("flash", "reroute"): (13.7, 23.3, 7.6), ("flash", "full"): (9.4, 23.3, 4.9),
+}  # fmt: skip
+Copies = Callable[[Int32Array], Int32Array]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its windows; ``copies`` gives the exact token copies of a window for an owner map, or None."""
+
+    model: str
+    cost: CostModel
+    topology: Topology
+    windows: Callable[[int], Iterator[Demand]]
+    num_windows: int
+    copies: Copies | None = None
+
+
+def cases() -> list[Case]:
+    """The synthetic models, and gpt-oss where its trace is."""
+    found = [
+        Case(model.name, model.cost, TOPOLOGY, lambda count, model=model: synthetic_windows(model, count), NUM_WINDOWS)
+        for model in (TINY, FLASH)
+    ]
+    path = gptoss_routes()
+    if not path.exists():
+        print(f"gpt-oss left out: {path} is absent")
+        return found
+    with np.load(path) as trace:
+        experts, offsets = trace["experts"], trace["offsets"]
+    demand = Demand.from_routes(experts, offsets, 32)
+
+    def copies(owner: Int32Array) -> Int32Array:
+        return rank_copies(experts, offsets, owner, GPTOSS_TOPOLOGY.num_ranks)
+
+    return [*found, Case("gptoss", GPTOSS_COST, GPTOSS_TOPOLOGY, lambda _: iter([demand]), 1, copies)]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A window under one placement, with DP-local FFD as its measure."""
+
+    problem: Problem
+    rank_loads: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+    base: Layout
+
+    @classmethod
+    def of(cls, demand: Demand, case: Case, placement: Placement, window: int) -> Setting:
+        """Tables of a window under a placement."""
+        table = demand.rank_demand(placement.owner, case.topology.num_ranks)
+        problem = Problem.of(table, demand.lengths, case.topology, case.cost)
+        base = dp_local_ffd(demand.lengths, case.topology, window)
+        return cls(problem, placement.rank_loads(demand.expert_loads()), base)
+
+    def cost(self, layout: Layout) -> float:
+        """Primary score."""
+        return score(self.problem, layout).primary
+
+
+def metrics(setting: Setting, layout: Layout, ffd: Layout, identity: Setting, seconds: float) -> dict[str, float]:
+    """What the module docstring lists, of one layout of one window."""
+    layout.check(setting.problem.lengths, setting.problem.topology)
+    costs, base = row_costs(setting.problem, layout), row_costs(setting.problem, setting.base)
+    excess = expert_excess(setting.problem, setting.rank_loads, costs)
+    bound = lower_bound(setting.problem, setting.rank_loads).total
+    cost = setting.cost(layout)
+    return {
+        "joint_saving_pct": 100 * (1 - cost / setting.cost(setting.base)),
+        "full_saving_pct": 100 * (1 - cost / identity.cost(identity.base)),
+        "excess_removed_pct": 100 * excess_removed(setting.cost(ffd), cost, bound),
+        "rows": layout.num_rows,
+        "expert_pct": 100 * float(costs.expert.sum() / base.expert.sum()),
+        "dense_pct": 100 * float(costs.dense.sum() / base.dense.sum()),
+        "global_excess_pct": 100 * excess.window,
+        "row_local_excess_pct": 100 * excess.row_local,
+        "plan_s": seconds,
+    }
+
+
+def plan(demand: Demand, case: Case, search: SearchOptions, placement: PlacementOptions | None = None) -> WindowPlan:
+    """A plan from identity placement."""
+    options = PlanOptions(case.cost, placement or PlacementOptions(), search)
+    return plan_window(demand, None, case.topology, options)
+
+
+def measure_window(demand: Demand, case: Case, window: int) -> Iterator[tuple[str, float, dict[str, float]]]:
+    """(planner, budget, metrics) of every planner on one window; budget 0 where there is no search."""
+    made = plan(demand, case, SearchOptions(budget_s=BUDGET_S))
+    identity = Setting.of(demand, case, made.before, window)
+    repaired = Setting.of(demand, case, made.placement, window)
+    choice = fixed_rows(demand, case.topology, None)
+    ffd = global_ffd(demand.lengths, case.topology, choice)
+    yield "routepack", BUDGET_S, metrics(repaired, made.layout, ffd, identity, sum(made.seconds.values()))
+
+    kept = plan(demand, case, SearchOptions(budget_s=BUDGET_S), KEEP_PLACEMENT)
+    yield "reschedule", BUDGET_S, metrics(identity, kept.layout, ffd, identity, sum(kept.seconds.values()))
+
+    baselines: tuple[tuple[str, Callable[[], Layout]], ...] = (
+        ("dp-local-ffd", lambda: dp_local_ffd(demand.lengths, case.topology, window)),
+        ("global-ffd", lambda: global_ffd(demand.lengths, case.topology, choice)),
+        ("verl-kk", lambda: verl_karmarkar_karp(demand.lengths, case.topology)),
+        ("slime", lambda: slime_schedule(demand.lengths, case.topology)),
+    )
+    for name, build in baselines:
+        start = time.perf_counter()
+        layout = build()
+        yield name, 0.0, metrics(repaired, layout, ffd, identity, time.perf_counter() - start)
+
+    if window < CURVE_WINDOWS:
+        old = plan(demand, case, PAPER_POPULATION)
+        yield "paper-population", 0.0, metrics(repaired, old.layout, ffd, identity, sum(old.seconds.values()))
+        for budget in CURVE_S:
+            timed = plan(demand, case, SearchOptions(budget_s=budget))
+            measured = metrics(repaired, timed.layout, ffd, identity, sum(timed.seconds.values()))
+            yield "routepack-curve", budget, measured
+
+
+def measure_communication(demand: Demand, case: Case) -> Iterator[tuple[str, dict[str, float]]]:
+    """Table 11's diagnostics of one window, all layouts with the rows of Base."""
+    num_ranks = case.topology.num_ranks
+
+    def copies(owner: Int32Array) -> Int32Array:
+        return case.copies(owner) if case.copies else expected_rank_copies(demand, owner, num_ranks)
+
+    base = dp_local_ffd(demand.lengths, case.topology)
+    options = PlanOptions(case.cost, search=SearchOptions(budget_s=BUDGET_S), num_rows=base.num_rows)
+    full = plan_window(demand, None, case.topology, options)
+    aware = replace(options, cost=replace(case.cost, communication=1.0))
+    with_copies = plan_window(demand, None, case.topology, aware, copies=copies)
+    first = None
+    for name, layout, placement in (
+        ("base", base, full.before),
+        ("reroute", base, full.placement),
+        ("full", full.layout, full.placement),
+        ("full+copies", with_copies.layout, with_copies.placement),
+    ):
+        sent = traffic(demand.rank_demand(placement.owner, num_ranks), layout, case.topology)
+        deduplicated = traffic(copies(placement.owner), layout, case.topology)
+        first = first or deduplicated
+        joint = Setting.of(demand, case, placement, 0).cost(layout)
+        yield (
+            name,
+            {
+                "rho_minus_1_pct": 100 * (sent.rho - 1),
+                "remote_change_pct": 100 * (deduplicated.volume / first.volume - 1),
+                "endpoint_peak_change_pct": 100 * (deduplicated.endpoint_peak / first.endpoint_peak - 1),
+                "endpoint_efficiency_pct": 100 * deduplicated.efficiency,
+                "joint_cost": joint,
+            },
+        )
+
+
+def mean_rows(
+    bench: str, collected: Iterable[tuple[dict[str, str | int | float | bool], dict[str, list[float]]]]
+) -> list[ResultRow]:
+    """One row a case and metric: the mean over windows, beside the paper's figure where there is one."""
+    rows = []
+    for case, values in collected:
+        for metric, samples in values.items():
+            peer = _paper(bench, str(case["model"]), str(case["planner"]), metric)
+            unit = {"rows": "1", "plan_s": "s", "joint_cost": "1"}.get(metric, "%")
+            baseline = None if peer is None else {"name": "RoutePack paper", "value": peer}
+            rows.append(
+                ResultRow(bench, {**case, "windows": len(samples)}, metric, float(np.mean(samples)), unit, baseline)
+            )
+    return rows
+
+
+def _paper(bench: str, model: str, planner: str, metric: str) -> float | None:
+    if bench == BENCH:
+        return PAPER.get((model, planner), {}).get(metric)
+    names = ("rho_minus_1_pct", "remote_change_pct", "endpoint_peak_change_pct")
+    return dict(zip(names, PAPER_COMMUNICATION.get((model, planner), ()), strict=False)).get(metric)
+
+
+def measure(case: Case) -> tuple[list[ResultRow], list[float]]:
+    """Rows of a model, and RoutePack's joint saving window by window."""
+    schedules: dict[tuple[str, float], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    traffics: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    windows = case.windows(case.num_windows)
+    for window, demand in enumerate(track(windows, f"{case.model}: windows", case.num_windows, transient=True)):
+        for planner, budget, values in measure_window(demand, case, window):
+            for metric, value in values.items():
+                schedules[planner, budget][metric].append(value)
+        if window < COMMUNICATION_WINDOWS:
+            for planner, values in measure_communication(demand, case):
+                for metric, value in values.items():
+                    traffics[planner][metric].append(value)
+    label = {"model": case.model, "synthetic": case.model != "gptoss"}
+    rows = mean_rows(
+        BENCH,
+        (({**label, "planner": name, "budget_s": budget}, values) for (name, budget), values in schedules.items()),
+    )
+    rows += mean_rows("routepack_communication", (({**label, "planner": n}, values) for n, values in traffics.items()))
+    return rows, schedules["routepack", BUDGET_S]["joint_saving_pct"]
+
+
+def draw(rows: Sequence[ResultRow], windows: dict[str, list[float]]) -> None:
+    """Left: joint cost of every window (Figure 14); middle: quality against time; right: the excess that is left."""
+    value = {
+        (r.case["model"], r.case["planner"], r.case["budget_s"], r.metric): r.value for r in rows if r.bench == BENCH
+    }
+    with figure(RESULTS / f"{BENCH}.png", columns=3, title="Trajectory schedules, DP-local FFD = 100") as axes:
+        every, curve, excess = axes
+        for model, saved in windows.items():
+            if len(saved) > 1:
+                every.plot(range(1, len(saved) + 1), [100 - value for value in saved], marker=".", label=model)
+            quality = [value[model, "routepack-curve", budget, "joint_saving_pct"] for budget in CURVE_S]
+            curve.plot(CURVE_S, quality, marker=".", label=model)
+        for model in ("tiny", "flash"):
+            line = PAPER[model, "routepack"]["joint_saving_pct"]
+            curve.axhline(line, color="0.6", linewidth=0.8)
+            curve.annotate(f"paper, {model}, 64 workers", (CURVE_S[0], line), fontsize=7, va="bottom")
+        every.set(xlabel="window", ylabel="joint cost", title="RoutePack, every window (Figure 14)")
+        curve.set(
+            xlabel="seconds of search, two threads", ylabel="joint saving, %", xscale="log", title="Quality and time"
+        )
+        names, window, row_local = [], [], []
+        for model in ("tiny", "flash"):
+            for planner, budget in (
+                ("reschedule", BUDGET_S),
+                ("dp-local-ffd", 0.0),
+                ("global-ffd", 0.0),
+                ("routepack", BUDGET_S),
+            ):
+                names.append(f"{model} {planner}")
+                window.append(value[model, planner, budget, "global_excess_pct"])
+                row_local.append(value[model, planner, budget, "row_local_excess_pct"])
+        excess.barh(names, window, label="global")
+        excess.barh(names, row_local, left=window, label="row-local")
+        excess.invert_yaxis()
+        excess.set(xlabel="expert excess, % of uniform work", title="Excess left (Table 6)")
+        for axis in axes:
+            axis.legend()
+
+
+def main() -> None:
+    """Measure, print, write and draw."""
+    rows: list[ResultRow] = []
+    windows: dict[str, list[float]] = {}
+    for case in cases():
+        measured, windows[case.model] = measure(case)
+        rows += measured
+    for bench in (BENCH, "routepack_communication"):
+        print_table([row for row in rows if row.bench == bench])
+    write_results(RESULTS / f"{BENCH}.json", rows, RunContext.current(cpu_name(), "numpy", "numba"))
+    draw(rows, windows)
+
+
+if __name__ == "__main__":
+    main()
