@@ -73,12 +73,15 @@ class RunContext:
 
 
 def _commit() -> str:
-    """The commit of the checkout that holds this file, or ``unknown`` outside one (an unpacked source archive)."""
+    """The commit of the checkout that holds this file.
+
+    Where the sources were copied without their history, ``MEGAFLUX_COMMIT`` names it; else ``unknown``.
+    """
     git = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (FileNotFoundError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("MEGAFLUX_COMMIT", "unknown")
 
 
 def cpu_name() -> str:
