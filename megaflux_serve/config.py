@@ -24,13 +24,14 @@ class MegaFluxConfig(BaseModel):
 
     Attributes:
         executor: who runs the layer. ``auto`` is ``reference`` when one process holds every rank and ``staged`` when
-            ranks are processes.
+            ranks are processes. ``megakernel`` needs Hopper GPUs.
         replica_slots: s, replica slots a rank and layer.
         block_rows: beta, rows of a token block. The GPU kernels need 128; on a CPU a smaller block wastes less padding.
         reduction_penalty: lambda of MegaFlux appendix A.2, in blocks; 0 for inference.
         transfer_cost_blocks: a replica that must be copied has to win more blocks than this.
         sticky: replicas stay in slots of their layer from batch to batch. Otherwise all layers share one set of slots
             and every batch copies what it uses: s slots a rank in all instead of s a layer.
+        max_tokens: rows of the largest batch of a rank, for which the megakernel's buffers are made.
         gate: costs by which a plan that does not pay is dropped for the fixed placement; None carries out every plan.
         plan_log: directory for one JSON line a layer and batch (``plan_log.PlanLog``); None writes nothing.
     """
@@ -46,6 +47,7 @@ class MegaFluxConfig(BaseModel):
     reduction_penalty: Annotated[StrictInt, Field(ge=0, description="an integer of at least 0 (blocks)")] = 0
     transfer_cost_blocks: Annotated[StrictInt, Field(ge=0, description="an integer of at least 0 (blocks)")] = 0
     sticky: Annotated[StrictBool, Field(description="true or false")] = True
+    max_tokens: Annotated[StrictInt, Field(ge=1, description="an integer of at least 1")] = 8192
     gate: Annotated[
         GateCosts | None,
         Field(description="null or integers block_ns, replica_ns and plan_ns (0 to 10^9), hidden_permille (0 to 1000)"),

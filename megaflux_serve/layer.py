@@ -1,7 +1,8 @@
 """ReplicatedMoE: one MoE layer with replicas, the one object that a plugin calls.
 
 Decides the order of the serving flow and which replicas are resident. Knows neither engines nor how the executor moves
-rows; metrics, the plan log and capture attach as observers.
+rows; metrics, the plan log and capture attach as observers. On an executor that plans on the device, the whole flow is
+the executor's, and nothing here waits for it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import InputError
 from megaflux_serve.executors.base import Executor
+from megaflux_serve.executors.device import DeviceExecutor, DeviceLayer
 from megaflux_serve.planning.fast_planner import plan_replicas
 from megaflux_serve.planning.gate import apply_gate
 from megaflux_serve.planning.plan import ReplicaPlan, fixed_plan
@@ -61,10 +63,13 @@ class ReplicatedMoE:
         name: the layer's name, for reports.
         layout: ranks, experts and slots; equal on every rank.
         config: options; equal on every rank.
-        executor: who carries plans out.
-        workspace: where replica slots come from.
+        executor: who carries plans out, or plans on the device.
+        workspace: where replica slots come from; a device executor has its own.
         home: home weights a local rank, E/P experts each: views of the engine's parameters, which stay where they are.
-        observers: called with a ``LayerReport`` after every batch, in order.
+            A device executor copies them into memory that peers can read, ``slots[i].home``: the engine's parameters
+            must be made views of that.
+        observers: called with a ``LayerReport`` after every batch, in order. With a device executor a report waits for
+            the batch to end.
 
     Raises:
         InputError: weights or layout that do not fit the executor.
@@ -75,7 +80,7 @@ class ReplicatedMoE:
         name: str,
         layout: SlotLayout,
         config: MegaFluxConfig,
-        executor: Executor,
+        executor: Executor | DeviceExecutor,
         workspace: Workspace,
         home: Sequence[ExpertWeights],
         observers: Sequence[Observer] = (),
@@ -87,9 +92,15 @@ class ReplicatedMoE:
         for weights in home:
             if weights.num_experts != layout.experts_per_rank:
                 raise InputError("home", f"holds {weights.num_experts} experts", f"{layout.experts_per_rank} a rank")
-        self.name, self.layout, self.config, self.executor = name, layout, config, executor
+        self.name, self.layout, self.config = name, layout, config
         self.observers = list(observers)
-        self.slots = [workspace.slots(own, rank) for own, rank in zip(home, executor.local_ranks, strict=True)]
+        self.on_device: DeviceLayer | None = None
+        if isinstance(executor, DeviceExecutor):
+            self.on_device = executor.layer(layout, config, home)
+            self.slots = list(self.on_device.slots)
+        else:
+            self.executor = executor
+            self.slots = [workspace.slots(own, rank) for own, rank in zip(home, executor.local_ranks, strict=True)]
         self.resident, self.is_stale = layout.no_replicas(), False
         self.step = 0
 
@@ -102,6 +113,8 @@ class ReplicatedMoE:
         Raises:
             InputError: a tensor that breaks its contract.
         """
+        if self.on_device is not None:
+            return self.forward_on(self.on_device, batches)
         for batch, slots in zip(batches, self.slots, strict=True):
             batch.check(self.layout.num_experts, slots.home.hidden_size, slots.home.dtype)
         local_counts = [expert_counts(batch.ids_array(), self.layout.num_experts) for batch in batches]
@@ -118,6 +131,17 @@ class ReplicatedMoE:
         """``forward`` for a process that holds one rank."""
         (output,) = self.forward([batch])
         return output
+
+    def forward_on(self, layer: DeviceLayer, batches: Sequence[RoutingBatch]) -> list[Tensor]:
+        """``forward`` without the host: only observers, if there are any, wait for the device."""
+        for batch, slots in zip(batches, self.slots, strict=True):
+            batch.check_shapes(slots.home.hidden_size, slots.home.dtype)
+        outputs = layer.forward(batches)
+        if self.observers:
+            self.report(layer.last_plan(), batches[0].topk_ids.shape[1])
+        else:
+            self.step += 1
+        return outputs
 
     def gather_counts(self, local_counts: Sequence[CountArray]) -> CountArray:
         """int64 [P, E]: exchange histograms, and with them whether a rank's weights changed since the last batch.
@@ -150,7 +174,12 @@ class ReplicatedMoE:
             observer(report)
 
     def weights_updated(self) -> None:
-        """Home weights of this process changed: before the next batch, every rank forgets its resident replicas."""
+        """Home weights of this process changed: before the next batch, every rank forgets its resident replicas.
+
+        With a device executor every rank has to call this before the same batch.
+        """
+        if self.on_device is not None:
+            self.on_device.forget_replicas()
         self.is_stale = True
 
 

@@ -70,7 +70,7 @@ class RoutingBatch:
         return array.astype(np.int64)
 
     def check(self, num_experts: int, hidden_size: int, dtype: Any) -> None:
-        """Refuse a batch that the experts of one layer cannot serve.
+        """Refuse a batch that the experts of one layer cannot serve; copies the ids to the host.
 
         Args:
             num_experts: logical experts E.
@@ -81,6 +81,16 @@ class RoutingBatch:
             InputError: naming the tensor, what it is and what is allowed.
         """
         check_topk_ids(self.topk_ids.cpu().numpy(), num_experts)
+        self.check_shapes(hidden_size, dtype)
+
+    def check_shapes(self, hidden_size: int, dtype: Any) -> None:
+        """The part of ``check`` that reads no values, and so does not wait for a device.
+
+        Raises:
+            InputError: naming the tensor, what it is and what is allowed.
+        """
+        if self.topk_ids.ndim != 2:
+            raise InputError("topk_ids", f"has shape {list(self.topk_ids.shape)}", "[tokens, top_k]")
         num_tokens, top_k = self.topk_ids.shape
         if tuple(self.hidden.shape) != (num_tokens, hidden_size) or self.hidden.dtype != dtype:
             raise InputError(

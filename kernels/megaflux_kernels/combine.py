@@ -6,13 +6,12 @@ One thread a token and eight columns; the k loads are in flight together.
 
 from __future__ import annotations
 
-from functools import cache
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, range_constexpr
 
 from megaflux_kernels import ptx
+from megaflux_kernels.compile_cache import cached
 
 arch = cute.arch
 COLUMNS = 8
@@ -56,10 +55,10 @@ class Combine:
             ptx.store_words(out + (Int64(token) * self.hidden + column) * 2, packed)
 
 
-@cache
 def compile_combine(hidden: int, top_k: int):
     """The compiled kernel; call it with (results, topk_weights, out, num_tokens, stream)."""
-    return cute.compile(Combine(hidden, top_k), *[Int64(0)] * 3, Int32(1), cutlass.cuda.default_stream())
+    arguments = (*[Int64(0)] * 3, Int32(1), cutlass.cuda.default_stream())
+    return cached(lambda: cute.compile(Combine(hidden, top_k), *arguments), "combine", hidden, top_k)
 
 
 __all__ = ["Combine", "compile_combine"]

@@ -28,7 +28,6 @@ for copies that the hardware completes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 
 import cutlass
 import cutlass.cute as cute
@@ -38,6 +37,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from megaflux_kernels.compile_cache import cached
 from megaflux_kernels.launch import Buffers, Place, Ranks, Tables
 from megaflux_kernels.layout import ShapeError
 from megaflux_kernels.loads import LoadWarp
@@ -85,13 +85,13 @@ class ForwardConfig:
             raise ShapeError("tile_columns", self.tiling.tile_columns, "256")
 
 
-def virtual_config(num_ranks: int, num_sms: int = 132) -> ForwardConfig:
-    """Launch choices when ``num_ranks`` virtual ranks share a GPU.
+def shared_config(num_ranks: int, num_sms: int = 132) -> ForwardConfig:
+    """Launch choices of each of the ranks that share a GPU: one, or several *virtual ranks*.
 
-    Their launches wait for one another and so must be resident together: each gets an equal, even share of the SMs,
-    less a few for the small launches of the other ranks.
+    Launches of virtual ranks wait for one another and so must be resident together: each gets an equal, even share of
+    the SMs, less a few for the small launches of the other ranks.
     """
-    num_ctas = (num_sms - 4) // num_ranks // CLUSTER * CLUSTER if num_ranks > 1 else num_sms
+    num_ctas = (num_sms - 4) // num_ranks // CLUSTER * CLUSTER if num_ranks > 1 else num_sms // CLUSTER * CLUSTER
     return ForwardConfig(num_ctas=num_ctas, weight_ctas=max(1, num_ctas // 8))
 
 
@@ -291,11 +291,10 @@ class Forward:
         init(storage.pulls_over.data_ptr(), 1)
 
 
-@cache
 def compile_forward(shape: LayerShape, config: ForwardConfig):
     """The compiled kernel; call it with the arguments of ``Forward.__call__``."""
-    addresses, stream = [Int64(0)] * 14, cutlass.cuda.default_stream()
-    return cute.compile(Forward(shape, config), *addresses, Int32(0), Int32(0), Int64(0), stream)
+    arguments = (*[Int64(0)] * 14, Int32(0), Int32(0), Int64(0), cutlass.cuda.default_stream())
+    return cached(lambda: cute.compile(Forward(shape, config), *arguments), "forward", shape, config)
 
 
-__all__ = ["TRACE", "Forward", "ForwardConfig", "compile_forward", "virtual_config"]
+__all__ = ["TRACE", "Forward", "ForwardConfig", "compile_forward", "shared_config"]

@@ -5,13 +5,12 @@ The same pull warps, queue and counters as in the forward kernel, which then fin
 
 from __future__ import annotations
 
-from functools import cache
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, range_constexpr
 from cutlass.memory import SmemAllocator
 
+from megaflux_kernels.compile_cache import cached
 from megaflux_kernels.launch import Buffers, Ranks, Tables
 from megaflux_kernels.pull import PullWarp, Staging
 from megaflux_kernels.sync.device import words
@@ -79,10 +78,12 @@ class Transfer:
         self.pull.weights(staging, lane, Int32(0), num_transfers, buffers, tables, ranks)
 
 
-@cache
 def compile_transfer(shape: LayerShape, tiling: Tiling, num_ctas: int = 132):
     """The compiled kernel; call it with the addresses of ``Transfer.__call__``."""
-    return cute.compile(Transfer(shape, tiling, num_ctas), *[Int64(0)] * 7, Int64(0), cutlass.cuda.default_stream())
+    arguments = (*[Int64(0)] * 8, cutlass.cuda.default_stream())
+    return cached(
+        lambda: cute.compile(Transfer(shape, tiling, num_ctas), *arguments), "transfer", shape, tiling, num_ctas
+    )
 
 
 __all__ = ["Transfer", "compile_transfer"]

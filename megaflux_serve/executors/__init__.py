@@ -1,9 +1,11 @@
-"""Who carries out a plan: ``reference`` (all ranks in one process) or ``staged`` (one rank a process).
+"""Who runs a layer: ``reference`` (all ranks in one process), ``staged`` (one rank a process) or ``megakernel`` (GPUs).
 
 Decides which executor an option means. Nothing falls back: an executor that cannot run here is an error.
 """
 
 from __future__ import annotations
+
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError, UnsupportedError
 from megaflux_serve.executors.base import Executor
+from megaflux_serve.executors.device import DeviceExecutor, DeviceLayer
 from megaflux_serve.executors.reference import ReferenceExecutor
 from megaflux_serve.executors.staged import StagedExecutor
 
@@ -20,7 +23,7 @@ def select_executor(
     num_ranks: int,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
-) -> Executor:
+) -> Executor | DeviceExecutor:
     """The executor that ``config.executor`` names.
 
     Args:
@@ -34,7 +37,7 @@ def select_executor(
         UnsupportedError: the executor cannot run on this machine.
     """
     if config.executor == "megakernel":
-        raise _no_megakernel()
+        return _megakernel(config, num_ranks, group)
     spread = group is not None and num_ranks > 1
     kind = config.executor if config.executor != "auto" else ("staged" if spread else "reference")
     if kind == "staged":
@@ -46,11 +49,19 @@ def select_executor(
     return ReferenceExecutor(num_ranks)
 
 
-def _no_megakernel() -> UnsupportedError:
-    missing = "this version has no forward megakernel yet"
+def _megakernel(config: MegaFluxConfig, num_ranks: int, group: dist.ProcessGroup | None) -> DeviceExecutor:
+    missing = None
     if not torch.cuda.is_available():
-        missing += ", and this machine has no NVIDIA GPU"
-    return UnsupportedError("executor = 'megakernel'", missing, "use staged, reference or auto")
+        missing = "this machine has no NVIDIA GPU"
+    elif torch.cuda.get_device_capability()[0] != 9:
+        missing = f"{torch.cuda.get_device_name()} is not of the Hopper generation"
+    elif find_spec("megaflux_kernels") is None or find_spec("cutlass") is None:
+        missing = "the kernels are not installed (extra gpu)"
+    if missing is not None:
+        raise UnsupportedError("executor = 'megakernel'", missing, "use staged, reference or auto")
+    from megaflux_serve.executors.megakernel import MegakernelExecutor
+
+    return MegakernelExecutor(num_ranks, group if num_ranks > 1 else None, config.max_tokens)
 
 
-__all__ = ["Executor", "ReferenceExecutor", "StagedExecutor", "select_executor"]
+__all__ = ["DeviceExecutor", "DeviceLayer", "Executor", "ReferenceExecutor", "StagedExecutor", "select_executor"]

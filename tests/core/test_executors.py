@@ -122,5 +122,5 @@ def test_staged_needs_a_process_group() -> None:
 
 
 def test_the_megakernel_is_refused_with_what_is_missing() -> None:
-    with pytest.raises(UnsupportedError, match=r"megakernel.*no forward megakernel.*staged, reference or auto"):
+    with pytest.raises(UnsupportedError, match=r"megakernel.*no NVIDIA GPU.*staged, reference or auto"):
         select_executor(MegaFluxConfig(executor="megakernel"), num_ranks=1)

@@ -1,0 +1,312 @@
+"""The megakernel executor: three launches a layer and batch, planner, forward kernel and combine, on Hopper GPUs.
+
+Decides what is allocated, for whom, and in which order launches follow. Layers of one shape share planner, tables and
+row buffers, since they run one after another; each layer has a weight pool and a table of resident replicas of its own.
+Nothing is synchronised with the host, and a batch can be captured into a CUDA graph after one that was not.
+
+A rank is a process with a GPU of its own, or a *virtual rank*: all P ranks share the current GPU, each with its share
+of the SMs, which tests what P GPUs would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megaflux_kernels.forward import ForwardConfig, shared_config
+from megaflux_kernels.forward_buffers import ForwardBuffers, ForwardLayer, WeightPool
+from megaflux_kernels.forward_map import ForwardMap, WeightMap
+from megaflux_kernels.layout import Header, SearchShape, ShapeError
+from megaflux_kernels.planner_buffers import LaunchOptions, PlannerBuffers, WorkTables, launch_planner
+from megaflux_kernels.planner_map import PlannerMap, PlannerShape
+from megaflux_kernels.symmetric import SymmetricMemory
+from megaflux_kernels.sync.record import RECORD_WORDS, failed_wait
+from megaflux_kernels.worklist import BLOCK_ROWS, LayerShape
+from torch import Tensor
+
+from megaflux_serve.config import MegaFluxConfig
+from megaflux_serve.errors import CapacityError, InputError, PeerTimeoutError, UnsupportedError
+from megaflux_serve.executors.device import DeviceExecutor, DeviceLayer
+from megaflux_serve.planning.plan import ReplicaPlan
+from megaflux_serve.routing import RoutingBatch
+from megaflux_serve.slots import SlotLayout
+from megaflux_serve.workspace import ExpertSlots, ExpertWeights
+
+
+class MegakernelExecutor(DeviceExecutor):
+    """Layers on the current GPU.
+
+    Args:
+        num_ranks: P.
+        group: the NCCL group of P processes, or None for P virtual ranks.
+        max_tokens: rows of the largest batch of a rank.
+        timeout_s: the longest wait for a peer, in seconds. It covers what a slow peer may do between two layers.
+    """
+
+    def __init__(
+        self, num_ranks: int, group: dist.ProcessGroup | None = None, max_tokens: int = 8192, timeout_s: float = 60.0
+    ) -> None:
+        self.num_ranks, self.group, self.max_tokens, self.timeout_s = num_ranks, group, max_tokens, timeout_s
+        self.local_ranks = range(num_ranks) if group is None else (dist.get_rank(group),)
+        self._shared: dict[tuple[LayerShape, SlotLayout], SharedBuffers] = {}
+
+    def layer(self, layout: SlotLayout, config: MegaFluxConfig, home: Sequence[ExpertWeights]) -> DeviceLayer:
+        if config.block_rows != BLOCK_ROWS:
+            raise UnsupportedError(
+                f"block_rows = {config.block_rows}", f"the kernels' blocks have {BLOCK_ROWS} rows", "leave it out"
+            )
+        for weights in home:
+            if weights.dtype != torch.bfloat16 or weights.device.type != "cuda":
+                raise UnsupportedError(
+                    f"{weights.dtype} weights on {weights.device}", "the kernels compute in BF16", "use staged"
+                )
+        with kernel_limits():
+            return MegakernelLayer(self, layout, config, home)
+
+    def allocate(self, num_bytes: int) -> list[SymmetricMemory]:
+        """Symmetric memory of the local ranks; collective."""
+        if self.group is None:
+            return SymmetricMemory.virtual(num_bytes, self.num_ranks)
+        return [SymmetricMemory.rendezvous(num_bytes, self.group)]
+
+    def shared(self, shape: LayerShape, layout: SlotLayout) -> SharedBuffers:
+        """What layers of one shape share, allocated with the first of them; collective then."""
+        if (shape, layout) not in self._shared:
+            self._shared[shape, layout] = SharedBuffers(self, shape, layout)
+        return self._shared[shape, layout]
+
+    def barrier(self) -> None:
+        """Wait for all ranks, so that none launches while another still compiles."""
+        torch.cuda.synchronize()
+        if self.group is not None:
+            dist.barrier(self.group)
+
+
+class SharedBuffers:
+    """Planner, forward buffers and inputs of the local ranks, for all layers of one shape.
+
+    Args:
+        executor: who allocates.
+        shape: the layers.
+        layout: ranks, experts and slots.
+
+    Attributes:
+        topk_ids: int32 [local, max_tokens, k].
+        num_tokens: int32 [local].
+        failures: int32 [local, 8] on the host, the error records as of some moment after the last batch but one.
+    """
+
+    def __init__(self, executor: MegakernelExecutor, shape: LayerShape, layout: SlotLayout) -> None:
+        num_local = len(executor.local_ranks)
+        num_sms = torch.cuda.get_device_properties().multi_processor_count
+        config = shared_config(num_local, num_sms)
+        search = SearchShape(shape.num_experts, shape.num_ranks, shape.num_replica_slots, BLOCK_ROWS)
+        planner = PlannerShape(search, shape.top_k, shape.max_tokens, max(1, num_sms // num_local - 1))
+        tables = executor.allocate(ForwardMap(shape, config.tiling).symmetric_bytes)
+        self.shape, self.timeout_s = shape, executor.timeout_s
+        self.forward = [ForwardBuffers(shape, config, memory, executor.timeout_s) for memory in tables]
+        self.planners = [
+            PlannerBuffers(planner, memory, layout.home_rank, _work_tables(buffers, config))
+            for memory, buffers in zip(executor.allocate(PlannerMap(planner).num_bytes), self.forward, strict=True)
+        ]
+        for buffers, planning in zip(self.forward, self.planners, strict=True):
+            buffers.error = planning.regions["error"]  # a rank that could not plan must not compute
+        device = self.forward[0].x.device
+        self.topk_ids = torch.zeros(num_local, shape.max_tokens, shape.top_k, dtype=torch.int32, device=device)
+        self.num_tokens = torch.zeros(num_local, dtype=torch.int32, device=device)
+        self.failures = torch.zeros(num_local, RECORD_WORDS, dtype=torch.int32, pin_memory=True)
+        self.streams = [torch.cuda.Stream() for _ in self.forward] if num_local > 1 else []  # type: ignore[no-untyped-call]
+        executor.barrier()
+
+    def load(self, batches: Sequence[RoutingBatch]) -> None:
+        """Copy rows and routes to where the kernels read them.
+
+        Raises:
+            CapacityError: more rows than ``max_tokens``.
+        """
+        for index, (batch, buffers) in enumerate(zip(batches, self.forward, strict=True)):
+            num_tokens = batch.hidden.shape[0]
+            if num_tokens > self.shape.max_tokens:
+                raise CapacityError(
+                    f"a batch of {num_tokens} rows does not fit max_tokens = {self.shape.max_tokens}; allowed: at most "
+                    "that many rows a rank, or a larger max_tokens"
+                )
+            buffers.x[:num_tokens].copy_(batch.hidden)
+            self.topk_ids[index, :num_tokens].copy_(batch.topk_ids)
+            self.num_tokens[index : index + 1].fill_(num_tokens)
+
+    def note_failures(self) -> None:
+        """Copy the error records to the host, in stream order."""
+        for index, buffers in enumerate(self.forward):
+            self.failures[index].copy_(buffers.error, non_blocking=True)
+
+    def raise_failure(self) -> None:
+        """Raise the first failed wait that has been noted.
+
+        Raises:
+            PeerTimeoutError: naming rank, phase and slot.
+        """
+        if not self.failures.any():
+            return
+        torch.cuda.synchronize()  # the copy of a record may not be whole yet
+        for buffers in self.forward:
+            failure = failed_wait(buffers.error.tolist())
+            if failure is not None:
+                raise PeerTimeoutError(failure.rank, failure.wait.name.lower(), failure.slot, self.timeout_s)
+
+
+class MegakernelLayer(DeviceLayer):
+    """One layer; see ``DeviceExecutor.layer``.
+
+    The first batch tells k; what depends on it is allocated and compiled then, which every rank does together.
+    """
+
+    def __init__(
+        self, executor: MegakernelExecutor, layout: SlotLayout, config: MegaFluxConfig, home: Sequence[ExpertWeights]
+    ) -> None:
+        self.executor, self.layout, self.config = executor, layout, config
+        self.options = launch_options(config)
+        own, (_, double, hidden) = layout.experts_per_rank, home[0].w13.shape
+        self.shape = LayerShape(
+            *(layout.num_ranks, layout.num_experts, layout.num_replica_slots, hidden, double // 2),
+            top_k=1,  # until the first batch
+            max_tokens=executor.max_tokens,
+        )
+        weights = WeightMap(layout.slots_per_rank, hidden, double // 2)
+        self.pools = [WeightPool(weights, memory) for memory in executor.allocate(weights.num_bytes)]
+        self.slots = []
+        for pool, given in zip(self.pools, home, strict=True):
+            pool.w1[:own].copy_(given.w13)
+            pool.w2[:own].copy_(given.w2)
+            mine, replicas = ExpertWeights(pool.w1[:own], pool.w2[:own]), ExpertWeights(pool.w1[own:], pool.w2[own:])
+            self.slots.append(ExpertSlots(mine, replicas))
+        extents = (len(self.pools), layout.num_ranks, layout.num_replica_slots)
+        self.resident = torch.full(extents, -1, dtype=torch.int32, device=self.pools[0].w1.device)
+        self._bound: BoundLayer | None = None
+        executor.barrier()
+
+    def forward(self, batches: Sequence[RoutingBatch]) -> list[Tensor]:
+        shared, layers = self.bound(batches[0].topk_ids.shape[1])
+        shared.raise_failure()
+        shared.load(batches)
+        if not self.config.sticky:
+            self.resident.fill_(-1)
+        launch_planner(
+            shared.planners, shared.topk_ids, shared.num_tokens, self.resident, self.options, shared.timeout_s
+        )
+        weights = [batch.topk_weights.contiguous() for batch in batches]
+        outputs = [torch.empty_like(batch.hidden, memory_format=torch.contiguous_format) for batch in batches]
+        current = torch.cuda.current_stream()
+        for stream, layer, scales, out in zip(shared.streams or [current], layers, weights, outputs, strict=True):
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                layer.forward()
+                layer.buffers.combine(scales, out)
+        for stream in shared.streams:
+            current.wait_stream(stream)
+        shared.note_failures()
+        return outputs
+
+    def last_plan(self) -> ReplicaPlan:
+        if self._bound is None:
+            raise InputError("last_plan", "no batch has been served", "a layer that has served a batch")
+        torch.cuda.synchronize()
+        self._bound.shared.raise_failure()
+        return plan_on_host(self._bound.shared.planners[0], self.layout)
+
+    def forget_replicas(self) -> None:
+        self.resident.fill_(-1)
+
+    def bound(self, top_k: int) -> tuple[SharedBuffers, list[ForwardLayer]]:
+        """Shared buffers and launches for k; collective in the first batch.
+
+        Raises:
+            InputError: another k than before.
+            UnsupportedError: a shape that the kernels cannot serve.
+        """
+        if self._bound is None:
+            self._bound = self._bind(top_k)
+        if self.shape.top_k != top_k:
+            raise InputError("topk_ids", f"has {top_k} columns", f"{self.shape.top_k}, as before")
+        return self._bound.shared, self._bound.layers
+
+    def _bind(self, top_k: int) -> BoundLayer:
+        with kernel_limits():
+            self.shape = replace(self.shape, top_k=top_k)
+            shared = self.executor.shared(self.shape, self.layout)
+        layers = [ForwardLayer(*pair) for pair in zip(shared.forward, self.pools, strict=True)]
+        self.executor.barrier()
+        return BoundLayer(shared, layers)
+
+
+@dataclass(frozen=True)
+class BoundLayer:
+    """What a layer launches, once k is known; one ``ForwardLayer`` a local rank."""
+
+    shared: SharedBuffers
+    layers: list[ForwardLayer]
+
+
+@contextmanager
+def kernel_limits() -> Iterator[None]:
+    """Say in the library's words that the kernels refuse a shape or an option.
+
+    Raises:
+        UnsupportedError: instead of ``ShapeError``.
+    """
+    try:
+        yield
+    except ShapeError as error:
+        raise UnsupportedError("executor = 'megakernel'", str(error), "use staged") from None
+
+
+def launch_options(config: MegaFluxConfig) -> LaunchOptions:
+    """The planner's options as the device takes them."""
+    if config.gate is None:
+        return LaunchOptions(config.transfer_cost_blocks, config.reduction_penalty)
+    gate = config.gate
+    return LaunchOptions(
+        *(config.transfer_cost_blocks, config.reduction_penalty),
+        *(gate.block_ns, gate.replica_ns, gate.plan_ns, gate.hidden_permille),
+    )
+
+
+def plan_on_host(planner: PlannerBuffers, layout: SlotLayout) -> ReplicaPlan:
+    """The last plan of a rank; waits for the device."""
+    regions = planner.plan()
+    header = regions["header"]
+    counts = planner.regions["counts"][int(header[Header.EPOCH]) & 1].cpu().numpy().astype(np.int64)
+    table = layout.slot_to_expert(regions["replica_experts"])
+    rank, slot = np.nonzero(table >= 0)
+    blocks = np.zeros((layout.num_experts, layout.num_ranks), dtype=np.int32)
+    np.add.at(blocks, (table[rank, slot], rank), regions["slot_blocks"][rank, slot])
+    return ReplicaPlan(
+        layout,
+        BLOCK_ROWS,
+        counts,
+        blocks,
+        regions["replica_experts"].copy(),
+        regions["transfers"][: regions["transfer_first"][-1]].copy(),
+        int(header[Header.CANDIDATE]),
+        bool(header[Header.GATED]),
+    )
+
+
+def _work_tables(buffers: ForwardBuffers, config: ForwardConfig) -> WorkTables:
+    """Where the planner writes what the forward kernel reads."""
+    return WorkTables(
+        buffers.shape,
+        config.tiling,
+        buffers.header,
+        buffers.tasks,
+        buffers.transfers,
+        buffers.counters,
+        buffers.peers,
+    )
+
+
+__all__ = ["MegakernelExecutor", "MegakernelLayer", "launch_options", "plan_on_host"]
