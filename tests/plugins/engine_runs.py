@@ -26,6 +26,7 @@ TINY_MOE = PROJECT / "models" / "tiny-moe"
 PYTHON = os.environ.get("MEGAFLUX_VLLM_PYTHON", sys.executable)
 NUM_TOKENS = 24
 START_TIMEOUT_S = 280
+OFFLINE_TIMEOUT_S = 600  # five engines; about 90 s on two idle cores
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -169,7 +170,7 @@ def run_offline(runs: list[dict[str, Any]], folder: Path) -> dict[str, list[list
             start_new_session=True,
         )
     try:
-        if process.wait(timeout=START_TIMEOUT_S):
+        if process.wait(timeout=OFFLINE_TIMEOUT_S):
             raise RuntimeError(f"the offline engines failed; the end of {log}:\n{log.read_text()[-4000:]}")
     finally:
         stop(process)

@@ -16,7 +16,7 @@ from tests.plugins.engine_runs import PROMPTS, TINY_MOE, Server, run_offline, se
 pytest.importorskip("vllm", reason="vLLM is not installed")
 safetensors = pytest.importorskip("safetensors.torch")
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 MEGAFLUX = {"block_rows": 4, "replica_slots": 3}  # small blocks, so that a few rows are worth moving
 
