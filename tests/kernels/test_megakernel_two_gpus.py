@@ -1,0 +1,74 @@
+"""The whole layer on two GPUs, one rank a process: float64, fixed placement bit for bit, and a captured graph."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if torch.cuda.device_count() < 2 or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("needs two NVIDIA GPUs of the Hopper generation", allow_module_level=True)
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+import torch.distributed as dist  # noqa: E402
+
+from megaflux_serve.config import MegaFluxConfig  # noqa: E402
+from megaflux_serve.executors import select_executor  # noqa: E402
+from tests.kernels.layer_cases import LIMIT, DeviceCase, assert_same_bits  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+CASES = (DeviceCase(16, 2, 2, 1024, 768, 8, 1500), DeviceCase(8, 2, 1, 4096, 1024, 2, 700))
+TURNS = 20
+FIELDS = ("hidden", "topk_ids", "topk_weights")
+
+
+def serve(rank: int, case: DeviceCase, port: int) -> None:
+    """One rank: many changing batches without a pause, then replays of a captured graph."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=2, device_id=torch.device("cuda", rank))
+    config = MegaFluxConfig(executor="megakernel", replica_slots=case.num_slots, max_tokens=case.max_tokens)
+    executor = select_executor(config, 2, dist.group.WORLD)
+    fixed, sticky, moving = (
+        case.layer(executor, options)
+        for options in (
+            config.model_copy(update={"replica_slots": 0}),
+            config,
+            config.model_copy(update={"sticky": False}),
+        )
+    )
+    batches = [case.batches(turn)[rank] for turn in range(5)]
+    expected = [fixed.forward_rank(batch) for batch in batches]
+    for batch, output in zip(batches[:2], expected[:2], strict=True):
+        assert case.errors([batch], [output])[0] < LIMIT
+    outputs = [(turn % 5, layer.forward_rank(batches[turn % 5])) for turn in range(TURNS) for layer in (sticky, moving)]
+    for turn, output in outputs:
+        assert_same_bits([output], [expected[turn]])
+    assert sticky.on_device.last_plan().num_replicas > 0
+
+    batches = [case.batch(100 + turn, rank, case.max_tokens - 3 * rank) for turn in range(3)]
+    expected = [fixed.forward_rank(batch) for batch in batches]
+    live = replace(batches[0], **{name: getattr(batches[0], name).clone() for name in FIELDS})
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output = moving.forward_rank(live)
+    for turn in (1, 0, 2, 1):
+        for name in FIELDS:
+            getattr(live, name).copy_(getattr(batches[turn], name))
+        graph.replay()
+        assert_same_bits([output], [expected[turn]])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("case", CASES, ids=["top-8", "top-2"])
+def test_two_processes_serve_changing_batches_as_one_would(case):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(serve, (case, port), nprocs=2)
