@@ -1,4 +1,4 @@
-"""Schedules of whole windows: cost against the paper's baselines, quality against time, and communication.
+"""Schedules of whole windows: cost against the paper's baselines, and quality against time.
 
 Method: 20 synthetic windows a model (``benchmarks.routepack_corpus``, fitted to published statistics, not the paper's
 corpus) and the real gpt-oss-20b window, DP = EP = 8, EDP = 1. As in the paper's appendix K, every window starts from
@@ -13,55 +13,38 @@ counts; values are means over windows.
 * ``plan_s``: wall-clock seconds of the whole plan on two threads; for baselines, of building their layout.
 
 Planners: ``routepack``, ``reschedule`` (identity placement kept, Table 6), ``paper-population`` (64 chains, two levels,
-1.28 M proposals, at least eight parents), and the baselines. ``routepack_communication`` has Table 11's diagnostics for
-three layouts with equal rows: ``rho_minus_1_pct`` in assignments, and for DeepEP's deduplicated copies the change of
-remote copies and of the cumulative endpoint peak against Base; copies are exact for gpt-oss and estimated from totals
-elsewhere. ``full+copies`` adds the communication term with weight 1.
+1.28 M proposals, at least eight parents), ``routepack-curve`` (the first five windows, several budgets), and the
+baselines.
 
-Run: ``python -m benchmarks.bench_routepack_schedule`` (ten minutes); writes results/routepack_schedule.{json,png}.
+Run: ``python -m benchmarks.bench_routepack_schedule`` (eight minutes); writes results/routepack_schedule.{json,png}.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 from rich.progress import track
 
 from benchmarks.harness import RESULTS, ResultRow, RunContext, cpu_name, figure, print_table, write_results
-from benchmarks.routepack_corpus import (
-    FLASH,
-    GPTOSS_COST,
-    GPTOSS_TOPOLOGY,
-    TINY,
-    TOPOLOGY,
-    gptoss_routes,
-    synthetic_windows,
-)
+from benchmarks.routepack_rig import Case, Setting, cases, mean_rows
 from megaflux_serve.routepack import (
-    CostModel,
     Demand,
     Layout,
-    Placement,
     PlacementOptions,
     PlanOptions,
     SearchOptions,
-    Topology,
     WindowPlan,
     plan_window,
 )
 from megaflux_serve.routepack.baselines import dp_local_ffd, global_ffd, slime_schedule, verl_karmarkar_karp
 from megaflux_serve.routepack.bounds import excess_removed, expert_excess, lower_bound
-from megaflux_serve.routepack.communication import expected_rank_copies, rank_copies, traffic
-from megaflux_serve.routepack.demand import Int32Array
-from megaflux_serve.routepack.plan import fixed_rows
-from megaflux_serve.routepack.score import Problem, row_costs, score
+from megaflux_serve.routepack.rows import choose_rows
+from megaflux_serve.routepack.score import row_costs
 
 BENCH = "routepack_schedule"
-NUM_WINDOWS, CURVE_WINDOWS, COMMUNICATION_WINDOWS = 20, 5, 5
+NUM_WINDOWS, CURVE_WINDOWS = 20, 5
 BUDGET_S = 1.0
 CURVE_S = (0.03, 0.1, 0.3, 1.0, 3.0)
 KEEP_PLACEMENT = PlacementOptions(cv_target=1e9)
@@ -82,64 +65,6 @@ PAPER = {  # Tables 6 and 21
     ("flash", "global-ffd"): {"joint_saving_pct": -1.04, "rows": 29.95, "expert_pct": 105.84, "dense_pct": 93.19},
     ("flash", "dp-local-ffd"): {"full_saving_pct": 13.41, "rows": 31.70, "row_local_excess_pct": 11.39},
 }  # fmt: skip
-PAPER_COMMUNICATION = {  # Table 11: rho - 1, change of remote copies, of the cumulative endpoint peak
-    ("tiny", "base"): (72.7, 0.0, 0.0), ("tiny", "reroute"): (27.0, 38.3, 8.6), ("tiny", "full"): (12.7, 38.3, 1.3),
-    ("flash", "base"): (40.1, 0.0, 0.0), ("flash", "reroute"): (13.7, 23.3, 7.6), ("flash", "full"): (9.4, 23.3, 4.9),
-}  # fmt: skip
-Copies = Callable[[Int32Array], Int32Array]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model with its windows; ``copies`` gives the exact token copies of a window for an owner map, or None."""
-
-    model: str
-    cost: CostModel
-    topology: Topology
-    windows: Callable[[int], Iterator[Demand]]
-    num_windows: int
-    copies: Copies | None = None
-
-
-def cases() -> list[Case]:
-    """The synthetic models, and gpt-oss where its trace is."""
-    found = [
-        Case(model.name, model.cost, TOPOLOGY, lambda count, model=model: synthetic_windows(model, count), NUM_WINDOWS)
-        for model in (TINY, FLASH)
-    ]
-    path = gptoss_routes()
-    if not path.exists():
-        print(f"gpt-oss left out: {path} is absent")
-        return found
-    with np.load(path) as trace:
-        experts, offsets = trace["experts"], trace["offsets"]
-    demand = Demand.from_routes(experts, offsets, 32)
-
-    def copies(owner: Int32Array) -> Int32Array:
-        return rank_copies(experts, offsets, owner, GPTOSS_TOPOLOGY.num_ranks)
-
-    return [*found, Case("gptoss", GPTOSS_COST, GPTOSS_TOPOLOGY, lambda _: iter([demand]), 1, copies)]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A window under one placement, with DP-local FFD as its measure."""
-
-    problem: Problem
-    rank_loads: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-    base: Layout
-
-    @classmethod
-    def of(cls, demand: Demand, case: Case, placement: Placement, window: int) -> Setting:
-        """Tables of a window under a placement."""
-        table = demand.rank_demand(placement.owner, case.topology.num_ranks)
-        problem = Problem.of(table, demand.lengths, case.topology, case.cost)
-        base = dp_local_ffd(demand.lengths, case.topology, window)
-        return cls(problem, placement.rank_loads(demand.expert_loads()), base)
-
-    def cost(self, layout: Layout) -> float:
-        """Primary score."""
-        return score(self.problem, layout).primary
 
 
 def metrics(setting: Setting, layout: Layout, ffd: Layout, identity: Setting, seconds: float) -> dict[str, float]:
@@ -173,7 +98,7 @@ def measure_window(demand: Demand, case: Case, window: int) -> Iterator[tuple[st
     made = plan(demand, case, SearchOptions(budget_s=BUDGET_S))
     identity = Setting.of(demand, case, made.before, window)
     repaired = Setting.of(demand, case, made.placement, window)
-    choice = fixed_rows(demand, case.topology, None)
+    choice = choose_rows(demand.lengths, case.topology)
     ffd = global_ffd(demand.lengths, case.topology, choice)
     yield "routepack", BUDGET_S, metrics(repaired, made.layout, ffd, identity, sum(made.seconds.values()))
 
@@ -200,84 +125,19 @@ def measure_window(demand: Demand, case: Case, window: int) -> Iterator[tuple[st
             yield "routepack-curve", budget, measured
 
 
-def measure_communication(demand: Demand, case: Case) -> Iterator[tuple[str, dict[str, float]]]:
-    """Table 11's diagnostics of one window, all layouts with the rows of Base."""
-    num_ranks = case.topology.num_ranks
-
-    def copies(owner: Int32Array) -> Int32Array:
-        return case.copies(owner) if case.copies else expected_rank_copies(demand, owner, num_ranks)
-
-    base = dp_local_ffd(demand.lengths, case.topology)
-    options = PlanOptions(case.cost, search=SearchOptions(budget_s=BUDGET_S), num_rows=base.num_rows)
-    full = plan_window(demand, None, case.topology, options)
-    aware = replace(options, cost=replace(case.cost, communication=1.0))
-    with_copies = plan_window(demand, None, case.topology, aware, copies=copies)
-    first = None
-    for name, layout, placement in (
-        ("base", base, full.before),
-        ("reroute", base, full.placement),
-        ("full", full.layout, full.placement),
-        ("full+copies", with_copies.layout, with_copies.placement),
-    ):
-        sent = traffic(demand.rank_demand(placement.owner, num_ranks), layout, case.topology)
-        deduplicated = traffic(copies(placement.owner), layout, case.topology)
-        first = first or deduplicated
-        joint = Setting.of(demand, case, placement, 0).cost(layout)
-        yield (
-            name,
-            {
-                "rho_minus_1_pct": 100 * (sent.rho - 1),
-                "remote_change_pct": 100 * (deduplicated.volume / first.volume - 1),
-                "endpoint_peak_change_pct": 100 * (deduplicated.endpoint_peak / first.endpoint_peak - 1),
-                "endpoint_efficiency_pct": 100 * deduplicated.efficiency,
-                "joint_cost": joint,
-            },
-        )
-
-
-def mean_rows(
-    bench: str, collected: Iterable[tuple[dict[str, str | int | float | bool], dict[str, list[float]]]]
-) -> list[ResultRow]:
-    """One row a case and metric: the mean over windows, beside the paper's figure where there is one."""
-    rows = []
-    for case, values in collected:
-        for metric, samples in values.items():
-            peer = _paper(bench, str(case["model"]), str(case["planner"]), metric)
-            unit = {"rows": "1", "plan_s": "s", "joint_cost": "1"}.get(metric, "%")
-            baseline = None if peer is None else {"name": "RoutePack paper", "value": peer}
-            rows.append(
-                ResultRow(bench, {**case, "windows": len(samples)}, metric, float(np.mean(samples)), unit, baseline)
-            )
-    return rows
-
-
-def _paper(bench: str, model: str, planner: str, metric: str) -> float | None:
-    if bench == BENCH:
-        return PAPER.get((model, planner), {}).get(metric)
-    names = ("rho_minus_1_pct", "remote_change_pct", "endpoint_peak_change_pct")
-    return dict(zip(names, PAPER_COMMUNICATION.get((model, planner), ()), strict=False)).get(metric)
-
-
 def measure(case: Case) -> tuple[list[ResultRow], list[float]]:
     """Rows of a model, and RoutePack's joint saving window by window."""
-    schedules: dict[tuple[str, float], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    traffics: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    collected: dict[tuple[str, float], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     windows = case.windows(case.num_windows)
     for window, demand in enumerate(track(windows, f"{case.model}: windows", case.num_windows, transient=True)):
         for planner, budget, values in measure_window(demand, case, window):
             for metric, value in values.items():
-                schedules[planner, budget][metric].append(value)
-        if window < COMMUNICATION_WINDOWS:
-            for planner, values in measure_communication(demand, case):
-                for metric, value in values.items():
-                    traffics[planner][metric].append(value)
-    label = {"model": case.model, "synthetic": case.model != "gptoss"}
-    rows = mean_rows(
-        BENCH,
-        (({**label, "planner": name, "budget_s": budget}, values) for (name, budget), values in schedules.items()),
-    )
-    rows += mean_rows("routepack_communication", (({**label, "planner": n}, values) for n, values in traffics.items()))
-    return rows, schedules["routepack", BUDGET_S]["joint_saving_pct"]
+                collected[planner, budget][metric].append(value)
+    rows = []
+    for (planner, budget), values in collected.items():
+        label = {**case.label, "planner": planner, "budget_s": budget}
+        rows += mean_rows(BENCH, label, values, PAPER.get((case.model, planner), {}))
+    return rows, collected["routepack", BUDGET_S]["joint_saving_pct"]
 
 
 def draw(rows: Sequence[ResultRow], windows: dict[str, list[float]]) -> None:
@@ -323,11 +183,10 @@ def main() -> None:
     """Measure, print, write and draw."""
     rows: list[ResultRow] = []
     windows: dict[str, list[float]] = {}
-    for case in cases():
+    for case in cases(NUM_WINDOWS):
         measured, windows[case.model] = measure(case)
         rows += measured
-    for bench in (BENCH, "routepack_communication"):
-        print_table([row for row in rows if row.bench == bench])
+    print_table(rows)
     write_results(RESULTS / f"{BENCH}.json", rows, RunContext.current(cpu_name(), "numpy", "numba"))
     draw(rows, windows)
 

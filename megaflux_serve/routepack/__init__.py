@@ -13,6 +13,7 @@
 
 from megaflux_serve.routepack.demand import Demand
 from megaflux_serve.routepack.files import load_plan, save_plan
+from megaflux_serve.routepack.filling import FillingWindow
 from megaflux_serve.routepack.layout import Layout
 from megaflux_serve.routepack.placement import Placement, PlacementOptions, move_cost_rows, repair_placement
 from megaflux_serve.routepack.plan import PlanOptions, WindowPlan, plan_window
@@ -25,6 +26,7 @@ __all__ = [
     "CostModel",
     "Demand",
     "DenseStage",
+    "FillingWindow",
     "Layout",
     "Placement",
     "PlacementOptions",

@@ -15,8 +15,9 @@ from megaflux_serve.errors import ConfigError, InputError
 from megaflux_serve.routepack.baselines import global_ffd
 from megaflux_serve.routepack.bounds import ExpertExcess, LowerBound, excess_removed, expert_excess, lower_bound
 from megaflux_serve.routepack.communication import expected_rank_copies
-from megaflux_serve.routepack.demand import Demand, Int32Array
+from megaflux_serve.routepack.demand import Demand, Int32Array, Int64Array
 from megaflux_serve.routepack.layout import Layout
+from megaflux_serve.routepack.optimum import pack_exactly
 from megaflux_serve.routepack.placement import Placement, PlacementOptions, repair_placement
 from megaflux_serve.routepack.population import SearchOptions, search
 from megaflux_serve.routepack.rows import RowChoice, check_cells, choose_rows
@@ -34,14 +35,18 @@ class PlanOptions:
         placement: when the repair of a layer stops.
         search: how hard to search for a schedule; None takes ``SearchOptions.for_size``.
         num_rows: fix the row count instead of choosing R*; None chooses.
+        certify_rows_s: seconds that CP-SAT may spend on each row count below one that is not certified; 0 does not ask.
     """
 
     cost: CostModel
     placement: PlacementOptions = field(default_factory=PlacementOptions)
     search: SearchOptions | None = None
     num_rows: int | None = None
+    certify_rows_s: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.certify_rows_s < float("inf"):
+            raise ConfigError("certify_rows_s", self.certify_rows_s, "a finite number of seconds, 0 or more")
         if self.num_rows is not None and self.num_rows < 1:
             raise ConfigError("num_rows", self.num_rows, "an integer of at least 1, or None")
 
@@ -147,7 +152,7 @@ def plan_window(
     rank_loads = placement.rank_loads(loads)
     clock.done("place")
 
-    choice = fixed_rows(window, topology, options.num_rows)  # step 3
+    choice = rows_for(window, topology, options)  # step 3
     clock.done("rows")
 
     received = None
@@ -189,19 +194,37 @@ def plan_window(
     )
 
 
-def fixed_rows(window: Demand, topology: Topology, num_rows: int | None) -> RowChoice:
-    """R*, or the asked row count where a packing into it is known.
+def rows_for(window: Demand, topology: Topology, options: PlanOptions) -> RowChoice:
+    """R*, with CP-SAT's help where it was asked for, or the fixed row count where a packing into it is known.
 
     Raises:
         InputError: the window does not fit, or leaves cells empty.
+        ConfigError: fewer rows are asked for than the best known packing has.
+        UnsupportedError: CP-SAT was asked for and ortools is missing.
     """
     choice = choose_rows(window.lengths, topology)
-    if num_rows is None:
+    if options.certify_rows_s and not choice.certified:
+        choice = certify_rows(choice, window.lengths, topology, options.certify_rows_s)
+    if options.num_rows is None:
         return choice
-    if num_rows < choice.num_rows:
-        raise ConfigError("num_rows", num_rows, f"at least the {choice.num_rows} rows of the best known packing")
-    check_cells(window.lengths, num_rows, topology)
-    return replace(choice, num_rows=num_rows)
+    if options.num_rows < choice.num_rows:
+        raise ConfigError(
+            "num_rows", options.num_rows, f"at least the {choice.num_rows} rows of the best known packing"
+        )
+    check_cells(window.lengths, options.num_rows, topology)
+    return replace(choice, num_rows=options.num_rows)
+
+
+def certify_rows(choice: RowChoice, lengths: Int64Array, topology: Topology, seconds: float) -> RowChoice:
+    """Ask CP-SAT about every row count from the bound up: a packing ends the search, a proof raises the bound."""
+    bound = choice.lower_bound
+    for num_rows in range(bound, choice.num_rows):
+        bins, certain = pack_exactly(lengths, topology.capacity, num_rows * topology.num_slots, seconds)
+        if bins is not None:
+            return RowChoice(num_rows, bound, bins)
+        if certain and bound == num_rows:
+            bound = num_rows + 1
+    return replace(choice, lower_bound=bound)
 
 
 class _Clock:

@@ -17,7 +17,7 @@ from megaflux_serve.routepack.communication import traffic
 from megaflux_serve.routepack.demand import Demand, Int64Array
 from megaflux_serve.routepack.layout import Layout
 from megaflux_serve.routepack.placement import Placement
-from megaflux_serve.routepack.plan import PlanOptions, WindowPlan, fixed_rows
+from megaflux_serve.routepack.plan import PlanOptions, WindowPlan, rows_for
 from megaflux_serve.routepack.score import Problem, row_costs, score
 from megaflux_serve.routepack.topology import Topology
 
@@ -75,7 +75,7 @@ def compare_policies(
         name: _problem(demand, placement, topology, options)
         for name, placement in (("before", base or plan.before), ("repaired", plan.placement))
     }
-    choice = fixed_rows(demand, topology, options.num_rows)
+    choice = rows_for(demand, topology, options)
     schedules: tuple[tuple[str, str, Callable[[], Layout]], ...] = (
         ("Base", "before", lambda: dp_local_ffd(lengths, topology)),
         ("verl", "before", lambda: verl_karmarkar_karp(lengths, topology)),

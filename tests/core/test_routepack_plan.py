@@ -14,6 +14,7 @@ from megaflux_serve.cli.routepack import app
 from megaflux_serve.errors import ConfigError, InputError, MegafluxError
 from megaflux_serve.routepack import (
     Demand,
+    FillingWindow,
     Placement,
     PlanOptions,
     SearchOptions,
@@ -21,12 +22,15 @@ from megaflux_serve.routepack import (
     compare_policies,
     load_plan,
     plan_window,
+    repair_placement,
     save_plan,
     stages_from_shape,
 )
 from megaflux_serve.routepack.bounds import AdmissionTimes, excess_removed, lower_bound
 from megaflux_serve.routepack.communication import expected_rank_copies, rank_copies, traffic
 from megaflux_serve.routepack.layout import Layout
+from megaflux_serve.routepack.plan import certify_rows
+from megaflux_serve.routepack.rows import RowChoice
 from megaflux_serve.routepack.score import Problem, row_costs
 from tests.core.routepack_cases import COST, check_schedule, window, windows
 
@@ -86,6 +90,35 @@ def test_a_fixed_row_count_is_kept_and_one_that_cannot_hold_the_window_is_refuse
     assert wider.layout.num_rows == rows + 1
     with pytest.raises(ConfigError, match="num_rows"):
         plan_window(demand, None, TOPOLOGY, replace(OPTIONS, num_rows=rows - 1))
+
+
+def test_rows_that_packing_leaves_open_are_decided_on_request() -> None:
+    pytest.importorskip("ortools", reason="certified rows need ortools")
+    # The bound allows one row of two cells of 100, and only 54 + 24 + 22 with 53 + 26 + 21 fills them.
+    lengths = np.array([54, 53, 26, 24, 22, 21])
+    choice = certify_rows(RowChoice(2, 1, np.zeros(6, np.int32)), lengths, Topology(2, 2, 100), seconds=10)
+    assert (choice.num_rows, choice.certified) == (1, True)
+    assert np.bincount(choice.bins, weights=lengths).tolist() == [100, 100]
+    choice = certify_rows(RowChoice(2, 1, choice.bins), lengths, Topology(2, 2, 99), seconds=10)
+    assert (choice.num_rows, choice.certified) == (2, True)
+
+
+def test_a_filling_window_ends_as_the_window_and_places_early() -> None:
+    demand = window(40)
+    filling = FillingWindow(demand.num_layers, demand.num_experts)
+    identity = Placement.identity(demand.num_layers, demand.num_experts, 4)
+    for i in range(40):
+        if i == 30:
+            early = filling.early_placement(identity)
+        filling.add(demand.counts[i], int(demand.lengths[i]))
+    assert len(filling) == 40
+    assert np.array_equal(filling.seal().counts, demand.counts)
+    assert np.array_equal(filling.expert_loads(), demand.expert_loads())
+    assert np.array_equal(early.slots, repair_placement(demand.select(range(30)).expert_loads(), identity).slots)
+    with pytest.raises(InputError, match="counts: have shape"):
+        filling.add(demand.counts[0][:, :8] * 0, 5)
+    with pytest.raises(InputError, match="window: is empty"):
+        FillingWindow(1, 1).seal()
 
 
 def test_the_pipeline_floor_sets_the_rows() -> None:
