@@ -17,7 +17,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -82,7 +81,8 @@ def main() -> None:
 
 def serve(port: int) -> None:
     """Leave the MegaFlux server running until Ctrl-C."""
-    with starting(megaflux_server(port)) as server:
+    with megaflux_server(port) as server:
+        wait_for(server)
         request = json.dumps({"model": MODEL, "prompt": "12 + 30 =", "max_tokens": 4, "temperature": 0})
         url = f"http://127.0.0.1:{server.port}"
         console.print(f"serving on {url}; stop with Ctrl-C. Try it:\n")
@@ -95,12 +95,13 @@ def demonstrate(port: int | None) -> None:
     """Ask both servers the same prompts, compare their answers, and show the plans."""
     start = time.monotonic()
     bursts = prompts()
-    with starting(megaflux_server(port)) as server:
+    with megaflux_server(port) as server, Server("stock", CHECKPOINT, [], OUT / "stock.log") as reference:
+        wait_for(server)
         log = PlanReader(PLAN_LOG)
         plans: list[Outcomes] = []
         ours = ask(server, bursts, lambda: plans.append(log.read()))
-    with starting(Server("stock", CHECKPOINT, [], OUT / "stock.log")) as server:
-        stock = ask(server, bursts)
+        wait_for(reference)
+        stock = ask(reference, bursts)
     show_answers(bursts, ours)
     is_equal = compare(bursts, ours, stock)
     show_plans(bursts, plans)
@@ -121,21 +122,18 @@ def megaflux_server(port: int | None) -> Server:
     return Server("MegaFlux", CHECKPOINT, arguments, OUT / "megaflux.log", port)
 
 
-@contextmanager
-def starting(server: Server) -> Iterator[Server]:
-    """The server, ready; what it does until then is shown. It is stopped in the end, whatever happens."""
-    with server:
-        columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task("", total=1)
+def wait_for(server: Server) -> None:
+    """Wait until the server answers, and show what it does until then."""
+    columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=1)
 
-            def show(milestone: str) -> None:
-                bar.update(task, description=f"{server.name} server: {milestone}")
+        def show(milestone: str) -> None:
+            bar.update(task, description=f"{server.name} server: {milestone}")
 
-            server.wait_until_ready(show)
-            show("ready")
-            bar.advance(task)
-        yield server
+        server.wait_until_ready(show)
+        show("ready")
+        bar.advance(task)
 
 
 def ask(server: Server, bursts: Sequence[Burst], after: Callable[[], None] = lambda: None) -> list[list[Answer]]:
