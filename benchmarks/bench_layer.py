@@ -1,0 +1,137 @@
+"""The whole layer as an engine calls it: planned on the device, dispatched, computed, returned and combined.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/bench_layer.py --shapes qwen3-30b-a3b --tokens 8192
+
+One process a GPU, ``ReplicatedMoE`` on the megakernel executor, one batch captured into a CUDA graph and replayed:
+copies of the inputs, planner, forward kernel and combine. Protocols are those of ``bench_layer_forward``, which times
+the forward kernel over tables made beforehand.
+
+Variants: ``fixed``, no replica slots; ``moving``, every batch transfers the replicas that it uses; ``sticky``, replicas
+stay, so that replays of one batch find them. Outputs of the last two must equal those of fixed bit for bit before
+anything is timed. Reported: latency_ms, tflops_per_gpu (6 H I k M over it) and speedup_over_fixed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from megaflux_kernels.worklist import LayerShape
+
+from benchmarks.bench_layer_forward import ROUTINGS, SHAPES, align, burst_ms, gather, routes, say, sustained_ms
+from benchmarks.harness.rows import RESULTS, ResultRow, RunContext, write_results
+from benchmarks.harness.table import print_table
+from benchmarks.layer_rig import expert_weights
+from megaflux_serve.config import MegaFluxConfig
+from megaflux_serve.executors import select_executor
+from megaflux_serve.layer import ReplicatedMoE
+from megaflux_serve.routing import RoutingBatch
+from megaflux_serve.workspace import ExpertWeights, Workspace
+
+VARIANTS = {"fixed": (False, True), "moving": (True, False), "sticky": (True, True)}
+"""Whether there are replica slots, and whether replicas stay."""
+
+
+def make_layer(shape: LayerShape, config: MegaFluxConfig, home_rank: object) -> ReplicatedMoE:
+    """The layer on this rank with the weights of ``expert_weights``."""
+    layout = config.slot_layout(shape.num_experts, shape.num_ranks, home_rank)
+    pairs = [expert_weights(shape, int(expert), 0) for expert in layout.home_experts(dist.get_rank())]
+    home = ExpertWeights(*(torch.stack(stack) for stack in zip(*pairs, strict=True)))
+    executor = select_executor(config, shape.num_ranks, dist.group.WORLD)
+    return ReplicatedMoE("moe", layout, config, executor, Workspace(layout.num_replica_slots), [home])
+
+
+def capture(
+    layer: ReplicatedMoE, batch: RoutingBatch, stream: torch.cuda.Stream
+) -> tuple[torch.cuda.CUDAGraph, object]:
+    """(graph of one batch, its output), after two batches that were not captured."""
+    for _ in range(2):
+        layer.forward_rank(batch)
+    align()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        output = layer.forward_rank(batch)
+    return graph, output
+
+
+def run_case(name: str, tokens: int, routing: str, span_ms: float) -> list[ResultRow]:
+    """Check and time every variant of one case."""
+    experts, hidden, intermediate, top_k, slots = SHAPES[name]
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    shape = LayerShape(ranks, experts, slots, hidden, intermediate, top_k, tokens)
+    topk, home = routes(shape, tokens, routing)
+    generator = torch.Generator("cuda").manual_seed(rank)
+    weights = torch.rand(tokens, top_k, generator=generator, device="cuda")
+    batch = RoutingBatch(
+        torch.randn(tokens, hidden, generator=generator, device="cuda", dtype=torch.bfloat16),
+        torch.from_numpy(topk[rank]).int().cuda(),
+        weights / weights.sum(1, keepdim=True),
+    )
+    stream, rows, expected, latency = torch.cuda.Stream(), [], None, {}
+    case = {"shape": name, "tokens_per_rank": tokens, "routing": routing, "ranks": ranks}
+    for variant, (replicated, sticky) in VARIANTS.items():
+        config = MegaFluxConfig(
+            executor="megakernel", replica_slots=slots if replicated else 0, sticky=sticky, max_tokens=tokens
+        )
+        layer = make_layer(shape, config, home)
+        graph, output = capture(layer, batch, stream)
+        graph.replay()
+        align()
+        if expected is None:
+            expected = output.clone()
+        different = sum(gather(int((expected.view(torch.int16) != output.view(torch.int16)).sum())))
+        if different or not bool(torch.isfinite(expected).all()):
+            raise SystemExit(f"{name} {tokens} {routing} {variant}: {different} values differ from fixed")
+        plan = layer.on_device.last_plan()
+        say(f"{name} {tokens} {routing} {variant}: blocks {plan.loads.tolist()}, {len(plan.transfers)} transfers")
+        for protocol in ("burst", "sustained"):
+            value = burst_ms(graph.replay, stream)
+            if protocol == "sustained":
+                value = sustained_ms(graph.replay, stream, value, span_ms)
+            latency[protocol, variant] = value
+            at = {**case, "variant": variant, "protocol": protocol}
+            fixed = latency[protocol, "fixed"]
+            base = {"name": "fixed", "value": fixed} if variant != "fixed" else None
+            tflops = 6 * hidden * intermediate * top_k * tokens / value * 1e-9
+            rows.append(ResultRow("layer", at, "latency_ms", value, "ms", base))
+            rows.append(ResultRow("layer", at, "tflops_per_gpu", tflops, "TFLOP/s"))
+            if variant != "fixed":
+                rows.append(ResultRow("layer", at, "speedup_over_fixed", fixed / value, "1"))
+            say(f"    {protocol:9s} {variant:8s} {value:8.3f} ms {tflops:7.1f} TFLOP/s {fixed / value:6.3f}x")
+        layer.on_device.last_plan()  # raises what a wait has left behind
+        del layer, graph, output
+        torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shapes", nargs="+", default=["qwen3-30b-a3b"], choices=SHAPES)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[8192])
+    parser.add_argument("--routings", nargs="+", default=["balanced"], choices=ROUTINGS)
+    parser.add_argument("--span-ms", type=float, default=250, help="timed part of a sustained run")
+    parser.add_argument("--out", type=Path, default=RESULTS / "layer.json")
+    options = parser.parse_args()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    rows = []
+    for name in options.shapes:
+        for tokens in options.tokens:
+            for routing in options.routings:
+                rows += run_case(name, tokens, routing, options.span_ms)
+    if dist.get_rank() == 0:
+        device = f"{dist.get_world_size()} x {torch.cuda.get_device_name()}"
+        write_results(options.out, rows, RunContext.current(device, "torch", "nvidia-cutlass-dsl"))
+        print_table(rows, "layer")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Launch choices of the forward megakernel, one after another on the same batches.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/sweep_layer_forward.py --shapes deepseek-v3-e64
+
+Protocols and checks are those of ``bench_layer_forward``; the defaults of ``ForwardConfig`` and ``Tiling`` follow from
+what this prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megaflux_kernels.forward import ForwardConfig
+from megaflux_kernels.worklist import Tiling
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.bench_layer_forward import ROUTINGS, SHAPES, make_rig, run_case, say
+from benchmarks.harness.rows import RESULTS, RunContext, write_results
+
+CHOICES = {
+    **{
+        f"groups of {group}, lag {lag}": ForwardConfig(Tiling(group_blocks=group, lag=lag))
+        for group, lag in ((8, 128), (8, 400), (8, 800), (16, 128), (16, 400))
+    },
+    "W1 interleaved": ForwardConfig(interleaved_w1=True),
+    "40 CTAs begin with weights": ForwardConfig(weight_ctas=40),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--routing", default="zipf-3-one-rank", choices=ROUTINGS)
+    parser.add_argument("--span-ms", type=float, default=150, help="timed part of a sustained run")
+    parser.add_argument("--out", type=Path, default=RESULTS / "layer_forward_sweep.json")
+    options = parser.parse_args()
+    options.variants, options.peers = ("fixed", "pipelined"), False
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    rows = []
+    for name in options.shapes:
+        for choice, config in CHOICES.items():
+            say(f"{name}: {choice}")
+            rig = make_rig(name, options.tokens, config)
+            for row in run_case(rig, name, options.tokens, options.routing, options):
+                case = {**row.case, "choice": choice}
+                rows.append(dataclasses.replace(row, bench="layer_forward_sweep", case=case))
+            del rig
+            torch.cuda.empty_cache()
+    if dist.get_rank() == 0:
+        device = f"{dist.get_world_size()} x {torch.cuda.get_device_name()}"
+        write_results(options.out, rows, RunContext.current(device, "torch", "nvidia-cutlass-dsl"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
