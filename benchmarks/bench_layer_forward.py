@@ -41,9 +41,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.harness.figure import figure
 from benchmarks.harness.rows import RESULTS, ResultRow, RunContext, write_results
 from benchmarks.harness.table import print_table
+from benchmarks.layer_pictures import draw_results, draw_trace
 from benchmarks.layer_rig import Rig, draw_routes, memory_sizes
 from megaflux_serve.planning.plan import ReplicaPlan
 from megaflux_serve.planning.workload import concentrated_home, permute, realise_routes, scale_counts, zipf_shares
@@ -339,29 +339,6 @@ def trace_rows(rig: Rig, tokens: list[int], plans: dict[str, tuple], case: dict[
     return rows
 
 
-def draw(rows: list[ResultRow], path: Path) -> None:
-    """Sustained TFLOP/s a GPU: a panel a shape and batch size, a group a routing, a bar a variant."""
-    values = {
-        (f"{row.case['shape']}, {row.case['tokens_per_rank']}", row.case["routing"], row.case["variant"]): row.value
-        for row in rows
-        if row.metric == "tflops_per_gpu" and row.case["protocol"] == "sustained"
-    }
-    panels, routings, variants = (list(dict.fromkeys(key[i] for key in values)) for i in range(3))
-    across = min(4, len(panels))
-    with figure(path, across, -(-len(panels) // across), title="Forward layer, sustained TFLOP/s a GPU") as axes:
-        for axis, panel in zip(axes, panels, strict=False):
-            for i, variant in enumerate(variants):
-                at = [(j, values[panel, routing, variant]) for j, routing in enumerate(routings)
-                      if (panel, routing, variant) in values]  # fmt: skip
-                left = [j + (i - len(variants) / 2) / (len(variants) + 1) for j, _ in at]
-                axis.bar(left, [value for _, value in at], 1 / (len(variants) + 1), align="edge", label=variant)
-            axis.set_title(f"{panel} tokens a rank")
-            axis.set_xticks(range(len(routings)), routings, rotation=15)
-        for axis in axes[len(panels) :]:
-            axis.set_axis_off()
-        axes[0].legend(fontsize=7)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
@@ -399,8 +376,8 @@ def main() -> None:
         device = f"{dist.get_world_size()} x {torch.cuda.get_device_name()}"
         write_results(options.out, rows, RunContext.current(device, "torch", "nvidia-cutlass-dsl"))
         print_table(rows, rows[0].bench)
-        if not options.trace:
-            draw(rows, options.out.with_suffix(".png"))
+        draw = draw_trace if options.trace else draw_results
+        draw(rows, options.out.with_suffix(".png"))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,0 +1,64 @@
+"""Pictures of the layer benchmarks' rows. Knows the names of their cases; measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.harness.figure import figure
+from benchmarks.harness.rows import ResultRow
+
+STAGES = {
+    "peers started": "waits for peers",
+    "rows pulled": "rows arrive",
+    "last task stored": "products",
+    "end": "ends",
+}
+"""Marks inside the forward kernel, and what a CTA mostly does up to each."""
+
+
+def draw_results(rows: Sequence[ResultRow], path: Path) -> None:
+    """Sustained TFLOP/s a GPU: a panel a shape and batch size, a group a routing, a bar a variant."""
+    values = {
+        (f"{row.case['shape']}, {row.case['tokens_per_rank']}", row.case["routing"], row.case["variant"]): row.value
+        for row in rows
+        if row.metric == "tflops_per_gpu" and row.case["protocol"] == "sustained"
+    }
+    panels, routings, variants = (list(dict.fromkeys(key[i] for key in values)) for i in range(3))
+    across = min(4, len(panels))
+    with figure(path, across, -(-len(panels) // across), title="Forward layer, sustained TFLOP/s a GPU") as axes:
+        for axis, panel in zip(axes, panels, strict=False):
+            for i, variant in enumerate(variants):
+                at = [(j, values[panel, routing, variant]) for j, routing in enumerate(routings)
+                      if (panel, routing, variant) in values]  # fmt: skip
+                left = [j + (i - len(variants) / 2) / (len(variants) + 1) for j, _ in at]
+                axis.bar(left, [value for _, value in at], 1 / (len(variants) + 1), align="edge", label=variant)
+            axis.set_title(f"{panel} tokens a rank")
+            axis.set_xticks(range(len(routings)), routings, rotation=15)
+        for axis in axes[len(panels) :]:
+            axis.set_axis_off()
+        axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(variants))
+
+
+def draw_trace(rows: Sequence[ResultRow], path: Path) -> None:
+    """Mean times inside a launch: a panel a shape and routing, a bar a variant and rank."""
+    means = [row for row in rows if row.metric == "mean_us" and row.case["mark"] in STAGES]
+    panels = list(dict.fromkeys(f"{row.case['shape']}, {row.case['routing']}" for row in means))
+    with figure(path, len(panels), title="Inside the forward kernel, mean over CTAs") as axes:
+        for axis, panel in zip(axes, panels, strict=True):
+            own = [row for row in means if f"{row.case['shape']}, {row.case['routing']}" == panel]
+            labels = list(dict.fromkeys(f"{row.case['variant']}, rank {row.case['rank']}" for row in own))
+            begin = [0.0] * len(labels)
+            for mark, stage in STAGES.items():
+                ends = {f"{row.case['variant']}, rank {row.case['rank']}": row.value for row in own
+                        if row.case["mark"] == mark}  # fmt: skip
+                widths = [ends[label] - at for label, at in zip(labels, begin, strict=True)]
+                axis.barh(labels, widths, left=begin, label=stage)
+                begin = [ends[label] for label in labels]
+            axis.invert_yaxis()
+            axis.set_title(panel)
+            axis.set_xlabel("microseconds since the first CTA's start")
+        axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(STAGES))
+
+
+__all__ = ["draw_results", "draw_trace"]
