@@ -79,7 +79,7 @@ class Model:
     rank_prompt: float
     prompt_length: float
     task_length: float
-    drift: float = 0.043
+    drift: float
     noise: float = 0.12
 
 
@@ -89,7 +89,7 @@ TINY = Model(
     (0.587, 0.152, 0.221, 0.041),
     (100, 700, 6600, 7150, 7298, 7650, 7890, 8192),
     taste=0.52, rank_taste=0.24, task=0.34, rank_task=0.46, prompt=0.16, rank_prompt=0.32,
-    prompt_length=0.97, task_length=1.2,
+    prompt_length=0.97, task_length=1.2, drift=0.042,
 )  # fmt: skip
 FLASH = Model(
     "flash", 40, 512, 8,
@@ -97,7 +97,7 @@ FLASH = Model(
     (0.564, 0.155, 0.236, 0.045),
     (800, 1300, 1480, 2200, 3178, 4900, 7323, 8192),
     taste=0.6, rank_taste=0.17, task=0.4, rank_task=0.17, prompt=0.2, rank_prompt=0.34,
-    prompt_length=0.95, task_length=0.2,
+    prompt_length=0.95, task_length=0.2, drift=0.038,
 )  # fmt: skip
 MODELS = {model.name: model for model in (TINY, FLASH)}
 
