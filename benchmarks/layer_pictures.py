@@ -37,7 +37,7 @@ def draw_results(rows: Sequence[ResultRow], path: Path) -> None:
             axis.set_xticks(range(len(routings)), routings, rotation=15)
         for axis in axes[len(panels) :]:
             axis.set_axis_off()
-        axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(variants))
+        axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(variants))
 
 
 def draw_trace(rows: Sequence[ResultRow], path: Path) -> None:
@@ -58,7 +58,7 @@ def draw_trace(rows: Sequence[ResultRow], path: Path) -> None:
             axis.invert_yaxis()
             axis.set_title(panel)
             axis.set_xlabel("microseconds since the first CTA's start")
-        axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(STAGES))
+        axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(STAGES))
 
 
 __all__ = ["draw_results", "draw_trace"]
