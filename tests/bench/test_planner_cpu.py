@@ -35,7 +35,8 @@ def test_real_families_are_left_out_with_a_reason_where_traces_are_absent(
     routings, reason = cases.families()
     assert routings == cases.CONTROLS
     assert reason is not None
-    assert "absent.npz (set MEGAFLUX_TRACES)" in reason
+    assert "absent.npz" in reason
+    assert "set MEGAFLUX_TRACES" in reason
 
 
 def test_the_bound_tries_every_way_to_share_blocks_among_the_copies() -> None:
