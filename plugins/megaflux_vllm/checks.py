@@ -137,11 +137,37 @@ def check_config(config: VllmConfig) -> None:
         options.slot_layout(num_experts, num_ranks)
     except ConfigError as error:
         raise option_error(error) from None
-    if options.executor != "megakernel" and not model.enforce_eager:
+    if options.executor == "megakernel":
+        check_megakernel(config, options)
+    elif not model.enforce_eager:
         raise ConfigError(
             "--enforce-eager",
             False,
             f"executor {options.executor!r} reads the routing on the host, so it needs the flag",
+        )
+
+
+def check_megakernel(config: VllmConfig, options: MegaFluxConfig) -> None:
+    """Refuse what only the megakernel cannot serve.
+
+    Raises:
+        ConfigError: naming the flag or option.
+    """
+    model, executor = config.model_config, "with executor 'megakernel'"
+    if str(model.dtype) != "torch.bfloat16":
+        raise ConfigError("--dtype", str(model.dtype).removeprefix("torch."), f"bfloat16 {executor}")
+    if options.block_rows != 128:
+        raise option_error(ConfigError("block_rows", options.block_rows, f"128 {executor}"))
+    rows = -(-config.scheduler_config.max_num_batched_tokens // config.parallel_config.tensor_parallel_size)
+    if rows > options.max_tokens:
+        raise option_error(
+            ConfigError("max_tokens", options.max_tokens, f"at least {rows}, the rows that vLLM may schedule on a rank")
+        )
+    if options.plan_log is not None and not model.enforce_eager:
+        raise option_error(
+            ConfigError(
+                "plan_log", str(options.plan_log), "null, or --enforce-eager: a captured graph cannot be logged"
+            )
         )
 
 

@@ -95,7 +95,8 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Build the layer on its loaded weights; on later calls, forget replicas of the weights before.
 
-        vLLM copies reloaded weights back into the parameters of the first call, so these stay the home slots.
+        The parameters become views of the home slots, which may lie in memory that other ranks can read. vLLM copies
+        reloaded weights back into the parameters of the first call, so they stay that.
         """
         if self.replicated_moe is not None:
             self.weights_updated()
@@ -110,6 +111,8 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
             [ExpertWeights(layer.w13_weight.data, layer.w2_weight.data)],
             self.context.observers,
         )
+        home = self.replicated_moe.slots[0].home
+        layer.w13_weight.data, layer.w2_weight.data = home.w13, home.w2
 
     def weights_updated(self) -> None:
         """Have every rank forget its resident replicas before the next batch."""

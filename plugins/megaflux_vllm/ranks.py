@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError, InputError
-from megaflux_serve.executors import Executor, select_executor
+from megaflux_serve.executors import DeviceExecutor, Executor, select_executor
 from megaflux_serve.layer import Observer
 from megaflux_serve.plan_log import PlanLog
 from megaflux_serve.slots import IntArray
@@ -41,7 +41,7 @@ class RankContext:
     """
 
     options: MegaFluxConfig
-    executor: Executor
+    executor: Executor | DeviceExecutor
     workspace: Workspace
     observers: list[Observer]
 

@@ -26,7 +26,7 @@ TINY_MOE = PROJECT / "models" / "tiny-moe"
 PYTHON = os.environ.get("MEGAFLUX_VLLM_PYTHON", sys.executable)
 NUM_TOKENS = 24
 START_TIMEOUT_S = 280
-OFFLINE_TIMEOUT_S = 600  # five engines; about 90 s on two idle cores
+OFFLINE_TIMEOUT_S = 600  # five engines, one after the other
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",

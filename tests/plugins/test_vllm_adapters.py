@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,11 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import InputError, MegafluxError, UnsupportedError
-from megaflux_serve.executors import ReferenceExecutor
-from megaflux_serve.workspace import Workspace
+from megaflux_serve.executors import DeviceExecutor, DeviceLayer, Executor, ReferenceExecutor
+from megaflux_serve.planning.plan import ReplicaPlan
+from megaflux_serve.routing import RoutingBatch
+from megaflux_serve.slots import SlotLayout
+from megaflux_serve.workspace import ExpertSlots, ExpertWeights, Workspace
 from tests.oracles.moe_float64 import moe_float64
 from tests.plugins.vllm_configs import moe_config
 
@@ -221,10 +225,11 @@ class Layer(torch.nn.Module):
     expert_map = None
 
 
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> tuple[method.MegaFluxMoEMethod, Layer]:
+def loaded_layer(
+    monkeypatch: pytest.MonkeyPatch, executor: Executor | DeviceExecutor
+) -> tuple[method.MegaFluxMoEMethod, Layer]:
     """A layer of 8 experts on one rank, its weights loaded."""
-    context = ranks.RankContext(MegaFluxConfig(block_rows=4), ReferenceExecutor(1), Workspace(0), [])
+    context = ranks.RankContext(MegaFluxConfig(block_rows=4), executor, Workspace(0), [])
     monkeypatch.setattr(method, "rank_context", lambda: context)
     monkeypatch.setattr(RowShard, "of", lambda moe: RowShard(1, 0))
     with set_current_vllm_config(VllmConfig()):
@@ -235,6 +240,42 @@ def served(monkeypatch: pytest.MonkeyPatch) -> tuple[method.MegaFluxMoEMethod, L
         weight.data.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
     quant_method.process_weights_after_loading(module)
     return quant_method, module
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> tuple[method.MegaFluxMoEMethod, Layer]:
+    """The layer on the reference executor."""
+    return loaded_layer(monkeypatch, ReferenceExecutor(1))
+
+
+class OwnMemory(DeviceExecutor, DeviceLayer):
+    """A device executor, as far as where weights live."""
+
+    num_ranks, local_ranks = 1, range(1)
+
+    def layer(self, layout: SlotLayout, config: MegaFluxConfig, home: Sequence[ExpertWeights]) -> DeviceLayer:
+        copies = [ExpertWeights(weights.w13.clone(), weights.w2.clone()) for weights in home]
+        self.slots = [ExpertSlots(copy, copy.empty_like(0)) for copy in copies]
+        return self
+
+    def forward(self, batches: Sequence[RoutingBatch]) -> list[torch.Tensor]:
+        return [batch.hidden for batch in batches]
+
+    def last_plan(self) -> ReplicaPlan:
+        raise NotImplementedError
+
+    def forget_replicas(self) -> None:
+        pass
+
+
+def test_parameters_become_views_of_the_memory_that_the_executor_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = OwnMemory()
+    quant_method, module = loaded_layer(monkeypatch, executor)
+    home = executor.slots[0].home
+    assert module.w13_weight.data_ptr() == home.w13.data_ptr()
+    module.w2_weight.data.fill_(3.0)  # as vLLM's loaders write
+    assert (home.w2 == 3.0).all()
+    assert quant_method.home_weights_checked(module).slots[0].home is home
 
 
 def test_apply_computes_the_layer_and_ignores_padding(served: tuple[method.MegaFluxMoEMethod, Layer]) -> None:

@@ -98,6 +98,26 @@ def changed_model(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dtype", "float32"], "--dtype = 'float32' is not allowed; allowed: bfloat16 with executor"),
+        (megaflux(block_rows=64), "megaflux.block_rows = 64 is not allowed; allowed: 128"),
+        (megaflux(max_tokens=1000), "megaflux.max_tokens = 1000 is not allowed; allowed: at least 1024, the rows"),
+        (["--no-enforce-eager", *megaflux(plan_log="plans")], "megaflux.plan_log = 'plans' is not allowed"),
+    ],
+)
+def test_limits_of_the_megakernel_are_named(flags: list[str], message: str) -> None:
+    options = json.loads(flags[-1])["megaflux"] if "--additional-config" in flags else {}
+    sized = ["--dtype", "bfloat16", "--max-num-batched-tokens", "2048", *TWO_RANKS]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        front_end(*sized, *flags, *megaflux(executor="megakernel", **options))
+
+
+def test_the_megakernel_needs_no_eager_mode() -> None:
+    front_end("--dtype", "bfloat16", "--no-enforce-eager", *megaflux(executor="megakernel"))
+
+
 def test_experts_that_ranks_do_not_divide_are_named(tmp_path: Path) -> None:
     flags = ["--enable-expert-parallel", "--tensor-parallel-size", "4"]
     with pytest.raises(ConfigError, match=r"= 4 is not allowed; allowed: a divisor of the model's 10 experts"):

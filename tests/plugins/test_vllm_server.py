@@ -1,6 +1,7 @@
 """Real engines on the CPU: tokens equal stock vLLM's, replicas really open, weight updates reach every copy.
 
-About two minutes on two cores: one child process for the engines without HTTP, and one server of two engine processes.
+One child process runs the engines without HTTP, and one server has two engine processes. Four minutes on two busy
+cores.
 """
 
 import json
