@@ -351,7 +351,6 @@ def main() -> None:
     parser.add_argument(
         "--weight-ctas", type=int, default=ForwardConfig.weight_ctas, help="CTAs that pull weights first"
     )
-    parser.add_argument("--interleaved-w1", action="store_true", help="W1 interleaved in memory, not by its loads")
     parser.add_argument("--trace", action="store_true", help="record times inside the kernel instead")
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave out the torch peer")
     parser.add_argument("--out", type=Path, default=RESULTS / "layer_forward.json")
@@ -362,7 +361,6 @@ def main() -> None:
     config = ForwardConfig(
         Tiling(group_blocks=options.group, lag=options.lag),
         weight_ctas=options.weight_ctas,
-        interleaved_w1=options.interleaved_w1,
         trace=options.trace,
     )
     for name in options.shapes:

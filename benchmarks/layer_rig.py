@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from megaflux_kernels.forward import ForwardConfig, shared_config
-from megaflux_kernels.forward_buffers import ForwardBuffers, ForwardLayer, WeightPool, interleave_w1
+from megaflux_kernels.forward_buffers import ForwardBuffers, ForwardLayer, WeightPool
 from megaflux_kernels.forward_map import ForwardMap, WeightMap
 from megaflux_kernels.symmetric import SymmetricMemory
 from megaflux_kernels.worklist import BLOCK_ROWS, SOURCE_SHIFT, LayerShape, Tiling, WorkHeader, forward_work
@@ -91,8 +91,7 @@ class Rig:
         torch.cuda.synchronize()
         for rank, pool in zip(self.ranks, self.pools, strict=True):
             for index, expert in enumerate(self.layout.home_experts(rank.rank)):
-                w1, pool.w2[index] = expert_weights(shape, int(expert), self.seed)
-                pool.w1[index] = interleave_w1(w1) if self.config.interleaved_w1 else w1
+                pool.w1[index], pool.w2[index] = expert_weights(shape, int(expert), self.seed)
         torch.cuda.synchronize()
 
     def plan(self, topk: Sequence[NDArray[np.int64]], replicate: bool) -> ReplicaPlan:

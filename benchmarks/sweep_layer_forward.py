@@ -28,7 +28,6 @@ CHOICES = {
         f"groups of {group}, lag {lag}": ForwardConfig(Tiling(group_blocks=group, lag=lag))
         for group, lag in ((8, 128), (8, 400), (8, 800), (16, 128), (16, 400))
     },
-    "W1 interleaved": ForwardConfig(interleaved_w1=True),
     "40 CTAs begin with weights": ForwardConfig(weight_ctas=40),
 }
 

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import BFloat16, Float32, Int32, Int64, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -63,7 +63,6 @@ class ForwardConfig:
         tiling: tiles and task order; tables must be made with the same.
         num_ctas: CTAs of a rank, even: one an SM, or an equal share of the SMs for each virtual rank.
         weight_ctas: CTAs whose pull warps begin with replica weights, when there are any, and pull no rows.
-        interleaved_w1: W1 lies interleaved in memory, see ``WeightMap``; otherwise loads interleave it.
         trace: record global times at the trace address, int64 [num_ctas, 8], see ``TRACE``.
 
     Raises:
@@ -73,7 +72,6 @@ class ForwardConfig:
     tiling: Tiling = field(default_factory=Tiling)
     num_ctas: int = 132
     weight_ctas: int = 16
-    interleaved_w1: bool = False
     trace: bool = False
 
     def __post_init__(self) -> None:
@@ -102,7 +100,7 @@ class Forward:
         self.shape, self.config, self.columns = shape, config, config.tiling.tile_columns
         self.max_rows = work_bounds(shape, config.tiling).max_rows
         counters = Counters(self.max_rows // BLOCK_ROWS, shape.num_replica_slots)
-        self.load_warp = LoadWarp(shape, config.tiling, counters, STAGES, config.interleaved_w1, config.trace)
+        self.load_warp = LoadWarp(shape, config.tiling, counters, STAGES, config.trace)
         self.store_warp = StoreWarp(shape, config.tiling, counters, config.num_ctas, config.trace)
         self.pull_warp = PullWarp(shape, counters)
         self.matrix_warps = MatrixWarps(shape, self.columns, STAGES, self.store_warp.pitch)
@@ -149,9 +147,7 @@ class Forward:
             pointer = cute.make_ptr(BFloat16, address, cute.AddressSpace.gmem, assumed_align=16)
             return cute.make_tensor(pointer, cute.make_layout(extents, stride=strides))
 
-        w1_rows, w1_strides = 2 * intermediate, hidden
-        if const_expr(not self.config.interleaved_w1):  # loads interleave it in eights: (row, gate or up, group)
-            w1_rows, w1_strides = (8, 2, intermediate // 8), (hidden, intermediate * hidden, 8 * hidden)
+        w1_rows, w1_strides = (intermediate, 2), (hidden, intermediate * hidden)  # (row, gate or up)
         gmem = (
             tensor(pool, (self.max_rows, hidden), (hidden, 1)),
             tensor(w1, (w1_rows, hidden, shape.slots), (w1_strides, 1, 2 * intermediate * hidden)),

@@ -181,13 +181,6 @@ class ForwardLayer:
         torch.cuda.synchronize(buffers.x.device)
 
 
-def interleave_w1(w1: Tensor) -> Tensor:
-    """Rows of [..., 2I, H], the I gate rows and then the I up rows, as ``WeightMap`` has them interleaved; a copy."""
-    *stack, double, hidden = w1.shape
-    pairs = w1.reshape(*stack, 2, double // 16, 8, hidden).transpose(-4, -3)
-    return pairs.reshape(*stack, double, hidden)
-
-
 def _view(buffer: Tensor, offset: int, region: Region) -> Tensor:
     flat = buffer[offset : offset + region.num_bytes].view(getattr(torch, region.dtype))
     return flat.view(region.extents)
@@ -212,4 +205,4 @@ def _check_memory(memory: SymmetricMemory, num_bytes: int) -> None:
         raise ShapeError("memory.buffer", memory.buffer.numel(), f"at least {num_bytes} bytes")
 
 
-__all__ = ["ForwardBuffers", "ForwardLayer", "WeightPool", "interleave_w1"]
+__all__ = ["ForwardBuffers", "ForwardLayer", "WeightPool"]

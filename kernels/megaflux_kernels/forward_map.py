@@ -49,8 +49,7 @@ def offsets_of(regions: Mapping[str, Region]) -> tuple[dict[str, int], int]:
 class WeightMap:
     """Weights of one layer on one rank; symmetric, since peers pull replicas of them.
 
-    ``w1``  BF16 [slots, 2I, H] of home slots, then replica slots: the I gate rows, then the I up rows; with
-            ``interleaved``, eight gate rows, the eight up rows of the same columns, and so on.
+    ``w1``  BF16 [slots, 2I, H] of home slots, then replica slots: the I gate rows, then the I up rows.
     ``w2``  BF16 [slots, H, I].
     """
 

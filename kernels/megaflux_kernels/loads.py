@@ -29,17 +29,13 @@ class LoadWarp:
         tiling: tiles of a task.
         counters: offsets of the counters.
         stages: stages of the load ring.
-        interleaved_w1: see ``ForwardConfig``.
         trace: add up the time spent waiting.
     """
 
-    def __init__(
-        self, shape: LayerShape, tiling: Tiling, counters: Counters, stages: int, interleaved_w1: bool, trace: bool
-    ) -> None:
+    def __init__(self, shape: LayerShape, tiling: Tiling, counters: Counters, stages: int, trace: bool) -> None:
         self.shape, self.counters, self.stages, self.trace = shape, counters, stages, trace
-        self.columns, self.interleaved_w1 = tiling.tile_columns, interleaved_w1
-        # eight gate rows, eight up rows, and so on
-        self.w1_tile = self.columns if interleaved_w1 else (8, 2, self.columns // 16)
+        self.columns = tiling.tile_columns
+        self.w1_tile = (self.columns // 2, 2)  # the gate rows, then the up rows of the same columns
         self.fc1_tiles = tiling.fc1_tiles(shape)
         self.stage_bytes = 2 * (BLOCK_ROWS + self.columns) * K_TILE
 
@@ -77,8 +73,7 @@ class LoadWarp:
                     fc2_wait += since
             position = (stage, phase)
             if task.kind == int(Kind.FC1):
-                tile = task.tile if const_expr(self.interleaved_w1) else (0, 0, task.tile)
-                at = (task.block, tile, task.slot)
+                at = (task.block, (task.tile, 0), task.slot)
                 if task.share_rows == 1:
                     position = self.load_tiles(halves[0], alone[1], at, fc1_k, barriers, position, True)
                 else:

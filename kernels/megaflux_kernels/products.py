@@ -1,8 +1,8 @@
 """The matrix warps: WGMMA over the K tiles of a task, then SwiGLU or plain rounding into staged rows.
 
-Two warpgroups each compute 64 rows of a 128 x N tile. Accumulators stay in registers; FC1 tiles hold gate and up
-columns in alternate groups of eight, so that both factors of SwiGLU are in one thread. Decides the order of the sum
-over K, which is the same for every task, whatever rank computes it; knows no memory outside the CTA.
+Two warpgroups each compute 64 rows of a 128 x N tile. Accumulators stay in registers; the first half of an FC1 tile's
+columns is gate, the second the same columns of up, so that both factors of SwiGLU are in one thread. Decides the order
+of the sum over K, which is the same for every task, whatever rank computes it; knows no memory outside the CTA.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def stage_rows(accumulator, swiglu: cutlass.Constexpr, width: cutlass.Constexpr,
 
     Args:
         accumulator: float32 fragment: for each group of 8 columns (row, row, row + 8, row + 8).
-        swiglu: combine column groups 2j (gate) and 2j + 1 (up).
+        swiglu: combine column j (gate) with column ``width`` + j (up).
         width: columns of the result.
         address: shared-memory address of this lane's first 16 bytes.
         barriers: (full, empty) of the warpgroup's staging buffer.
@@ -95,7 +95,7 @@ def stage_rows(accumulator, swiglu: cutlass.Constexpr, width: cutlass.Constexpr,
             values = []
             for i in range_constexpr(4):
                 if const_expr(swiglu):
-                    values.append(ptx.swiglu(accumulator[8 * group + i], accumulator[8 * group + 4 + i]))
+                    values.append(ptx.swiglu(accumulator[4 * group + i], accumulator[4 * group + width // 2 + i]))
                 else:
                     values.append(accumulator[4 * group + i])
             packed += [ptx.pack_bf16(values[0], values[1]), ptx.pack_bf16(values[2], values[3])]
