@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,6 +79,9 @@ def plan(
     move_cost: MoveCost = 0.0,
     communication: Communication = 0.0,
     bubble: Bubble = False,
+    certify_rows: Annotated[
+        float, typer.Option(help="Seconds of CP-SAT for each row count that bounds leave open; needs ortools.")
+    ] = 0.0,
     previous: Annotated[Path | None, typer.Option(help="Saved plan whose placement the slots hold now.")] = None,
     out: Annotated[Path | None, typer.Option(help="Save the plan to this new folder.")] = None,
     png: Png = None,
@@ -85,13 +89,13 @@ def plan(
 ) -> None:
     """Plan one window.
 
-    Example: megaflux routepack plan window.npz --ranks 8 --slots 8 --capacity 8192 --stage kda=148.7 --stage
-    mla=42.9,53.3
+    Example: megaflux routepack plan window.npz --ranks 8 --slots 8 --capacity 8192 --shape 24,2880,2880,4096
     """
     topology = Topology(ranks, slots, capacity, shards, pipeline)
     demand = Demand.load(window)
     size = demand.num_trajectories
     options = _options(size, topology, stage, shape, budget, proposals, seed, move_cost, communication, bubble)
+    options = replace(options, certify_rows_s=certify_rows)
     before = load_plan(previous).placement if previous else None
     console = Console()
     with _progress(console, as_json) as report:

@@ -94,7 +94,7 @@ def _draw_policies(axes: Axes, policies: Sequence[PolicyReport], bound: float) -
     axes.invert_yaxis()
     axes.set(xlabel="modelled cost (grey line: bound B)")
     axes.set_title("Policies", loc="left")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.4, -0.2))
 
 
 def _problem(demand: Demand, placement: Placement, plan: WindowPlan) -> Problem:
