@@ -111,6 +111,8 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
             [ExpertWeights(layer.w13_weight.data, layer.w2_weight.data)],
             self.context.observers,
         )
+        (slots,) = self.replicated_moe.slots  # the megakernel keeps home weights where peers can read them
+        layer.w13_weight.data, layer.w2_weight.data = slots.home.w13, slots.home.w2
         home = self.replicated_moe.slots[0].home
         layer.w13_weight.data, layer.w2_weight.data = home.w13, home.w2
 
