@@ -47,7 +47,7 @@ check() {
   LINES_SHOWN=40 tests two_gpus 100 tests/kernels/test_megakernel_two_gpus.py || failed=1
   return $failed
 }
-layer() { ranks 2 layer 60 bench_layer --shapes qwen3-30b-a3b deepseek-v3-e64 --routings balanced zipf-3-one-rank; }
+layer() { ranks 2 layer 100 bench_layer --shapes qwen3-30b-a3b deepseek-v3-e64 --routings balanced zipf-3-one-rank; }
 sweep() { LINES_SHOWN=150 ranks 2 layer_forward_sweep 130 sweep_layer_forward --shapes deepseek-v3-e64 qwen3-30b-a3b; }
 trace() {
   ranks 2 layer_forward_trace 60 bench_layer_forward --trace --shapes qwen3-30b-a3b deepseek-v3-e64 --routings zipf-3-one-rank
