@@ -5,8 +5,8 @@ row buffers, since they run one after another; each layer has a weight pool and 
 Nothing is synchronised with the host, and a batch can be captured into a CUDA graph after one that was not.
 
 A rank is a process with a GPU of its own, or a *virtual rank*: all P ranks share the current GPU, each with its share
-of the SMs, which tests what P GPUs would do (with CUDA_DEVICE_MAX_CONNECTIONS above P, since a launch that waits must not
-stand before one that it waits for).
+of the SMs, which tests what P GPUs would do. CUDA_DEVICE_MAX_CONNECTIONS must then exceed P, since a launch that waits
+must not stand before one that it waits for.
 """
 
 from __future__ import annotations
