@@ -201,7 +201,7 @@ def plan_table(made: WindowPlan) -> Table:
         ("excess removed", f"{100 * made.excess_removed:.1f} %"),
         ("global expert excess left", f"{100 * made.excess.window:.2f} %"),
         ("row-local expert excess left", f"{100 * made.excess.row_local:.2f} %"),
-        ("moves proposed", f"{made.proposals:,}"),
+        ("moves proposed", f"{sum(made.proposals):,}"),
         ("seconds", ", ".join(f"{step} {seconds:.3f}" for step, seconds in made.seconds.items())),
     )
     for line in lines:

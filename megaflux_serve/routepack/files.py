@@ -97,7 +97,7 @@ def load_plan(folder: Path) -> WindowPlan:
         Score(**stored["ffd_score"]),
         LowerBound(**stored["bound"]),
         ExpertExcess(**stored["excess"]),
-        stored["proposals"],
+        tuple(stored["proposals"]),
         tuple((count, value) for count, value in stored["history"]),
         stored["seconds"],
     )
@@ -117,7 +117,7 @@ def summary(plan: WindowPlan) -> dict[str, Any]:
         "excess": asdict(plan.excess),
         "excess_removed": plan.excess_removed,
         "experts_moved": plan.num_moved,
-        "proposals": plan.proposals,
+        "proposals": list(plan.proposals),
         "history": [list(point) for point in plan.history],
         "seconds": plan.seconds,
     }

@@ -4,8 +4,8 @@ Decides how a budget of proposals is spent over chains. Knows no demand beyond t
 within a level and draw from their own seeds, so the result does not depend on how many threads run them. Every chain's
 best layout is scored exactly; the incumbent starts as the best seed and only ever improves.
 
-A budget in seconds is turned into a number of proposals by timing a short trial chain, and that number is recorded: the
-same number with the same seed gives the same layout on any machine.
+A budget in seconds becomes a number of proposals for each level, from the pace of the level before, at first of a short
+trial; these numbers are recorded. The same numbers with the same seed give the same layout on any machine.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from megaflux_serve.routepack.score import Problem, Score, row_costs, score
 
 SMALL_WINDOW = 64
 """Trajectories up to which a window counts as small."""
-TRIALS, TRIAL_PROPOSALS = 3, 10_000
-"""Number and length of the chains that are timed to turn seconds into proposals: 2 to 4 ms each, the fastest counts."""
+TRIAL_PROPOSALS = 10_000
+"""Length of the chain that is timed before the first level of a timed search, 2 to 4 ms."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,9 @@ class SearchOptions:
     """How hard to search.
 
     Attributes:
-        proposals: moves proposed over all chains and levels; ignored where ``budget_s`` is set.
+        proposals: moves proposed over all chains and levels, or of every level, as a timed search recorded them;
+        ignored
+            where ``budget_s`` is set.
         budget_s: wall-clock seconds for annealing instead, above 0.
         members: chains of the population.
         levels: temperature segments; chains are resampled between them.
@@ -48,10 +50,10 @@ class SearchOptions:
         workers: threads; the result does not depend on it.
     """
 
-    proposals: int = 2_000_000
+    proposals: int | tuple[int, ...] = 2_000_000
     budget_s: float | None = None
     members: int = 2
-    levels: int = 2
+    levels: int = 4
     min_parents: int = 1
     candidates: int = 4
     hot: float = 1e-3
@@ -60,17 +62,14 @@ class SearchOptions:
     workers: int = 2
 
     def __post_init__(self) -> None:
-        lowest = (
-            ("proposals", 0),
-            ("members", 1),
-            ("levels", 1),
-            ("min_parents", 1),
-            ("candidates", 2),
-            ("workers", 1),
-        )
-        for name, low in (*lowest, ("seed", 0)):
+        lowest = {"members": 1, "levels": 1, "min_parents": 1, "candidates": 2, "workers": 1, "seed": 0}
+        for name, low in lowest.items():
             if getattr(self, name) < low:
                 raise ConfigError(name, getattr(self, name), f"an integer of at least {low}")
+        if isinstance(self.proposals, tuple) and len(self.proposals) != self.levels:
+            raise ConfigError("proposals", self.proposals, f"one number, or one for each of the {self.levels} levels")
+        if min(self.proposals if isinstance(self.proposals, tuple) else (self.proposals,)) < 0:
+            raise ConfigError("proposals", self.proposals, "0 or more")
         if self.min_parents > self.members:
             raise ConfigError("min_parents", self.min_parents, f"at most the {self.members} members")
         if self.budget_s is not None and not 0 < self.budget_s < math.inf:
@@ -96,13 +95,13 @@ class SearchResult:
     Attributes:
         layout: the best layout seen, canonical.
         score: its exact score.
-        proposals: moves proposed in all; give it as ``SearchOptions.proposals`` to repeat a timed search exactly.
+        proposals: moves proposed in every level; as ``SearchOptions.proposals`` they repeat a timed search exactly.
         history: (proposals so far, incumbent's primary score) after seeding and after every level.
     """
 
     layout: Layout
     score: Score
-    proposals: int
+    proposals: tuple[int, ...]
     history: tuple[tuple[int, float], ...]
 
 
@@ -129,16 +128,15 @@ def search(
     best = min((seed.canonical(shards) for seed in seeds), key=lambda layout: score(problem, layout))  # step 1
     best_score = score(problem, best)
     unit = float(row_costs(problem, best).joint.mean())
-    total = options.proposals
-    if options.budget_s is not None:
-        total = _affordable(tables, best, options, unit)
-    per_chain = -(-total // (options.members * options.levels))
+    pace = _Pace(options, tables, best, unit)
+    proposals: list[int] = []
     history = [(0, best_score.primary)]
     states = [seeds[j % len(seeds)] for j in range(options.members)]
     rng = np.random.default_rng((options.seed, 1))
     with ThreadPoolExecutor(max_workers=min(options.workers, options.members)) as pool:
         for level in range(options.levels):  # step 2
             hot, cold = (_temperature(options, unit, share / options.levels) for share in (level, level + 1))
+            per_chain = pace.proposals_per_chain(level)
             job = (repeat(value) for value in (per_chain, hot, cold, best_score.primary))
             first = (options.seed * options.levels + level) * options.members
             results = list(pool.map(run_chain, repeat(tables), states, *job, range(first, first + options.members)))
@@ -149,10 +147,12 @@ def search(
                     best, best_score = layout, layout_score
             parents = resample(np.array([r.path_weight for r in results]), options.min_parents, rng)  # step 4
             states = [Layout(results[j].last, best.num_rows, best.num_slots) for j in parents]
-            history.append(((level + 1) * per_chain * options.members, best_score.primary))
+            pace.done(per_chain)
+            proposals.append(per_chain * options.members)
+            history.append((sum(proposals), best_score.primary))
             if progress:
                 progress((level + 1) / options.levels)
-    return SearchResult(best, best_score, history[-1][0], tuple(history))
+    return SearchResult(best, best_score, tuple(proposals), tuple(history))
 
 
 def resample(path_weights: FloatArray, min_parents: int, rng: np.random.Generator) -> list[int]:
@@ -197,17 +197,35 @@ def _temperature(options: SearchOptions, unit: float, share: float) -> float:
     return float(unit * options.hot * (options.cold / options.hot) ** share)
 
 
-def _affordable(tables: Tables, layout: Layout, options: SearchOptions, unit: float) -> int:
-    """Proposals that fit ``budget_s``, to two digits, so that repeated runs mostly agree on the number."""
-    assert options.budget_s is not None
-    middle = _temperature(options, unit, 0.5)
-    run_chain(tables, layout, 0, middle, middle, 0.0, 0)  # loads the compiled code
-    seconds = math.inf
-    for _ in range(TRIALS):
-        start = time.perf_counter()
-        run_chain(tables, layout, TRIAL_PROPOSALS, middle, middle, 0.0, 0)
-        seconds = min(seconds, time.perf_counter() - start)
-    rounds = -(-options.members // options.workers)
-    fitting = (options.budget_s - TRIALS * seconds) / seconds * TRIAL_PROPOSALS * options.members / rounds
-    digits = max(0, math.floor(math.log10(max(fitting, 1))) - 1)
-    return max(0, int(fitting // 10**digits) * int(10**digits))
+class _Pace:
+    """How many proposals the next level gets: as asked for, or as many as the rest of the time allows."""
+
+    def __init__(self, options: SearchOptions, tables: Tables, layout: Layout, unit: float) -> None:
+        self.options = options
+        self.start = self.since = time.perf_counter()
+        self.seconds_per_proposal = 0.0  # of a chain, with all chains running
+        if options.budget_s is not None:
+            middle = _temperature(options, unit, 0.5)
+            run_chain(tables, layout, 0, middle, middle, 0.0, 0)  # loads the compiled code
+            self.start = time.perf_counter()
+            run_chain(tables, layout, TRIAL_PROPOSALS, middle, middle, 0.0, 0)
+            self.since = time.perf_counter()
+            rounds = -(-options.members // options.workers)
+            self.seconds_per_proposal = (self.since - self.start) / TRIAL_PROPOSALS * rounds
+
+    def proposals_per_chain(self, level: int) -> int:
+        """Of the next level."""
+        options = self.options
+        if options.budget_s is not None:
+            left = options.budget_s - (self.since - self.start)
+            return max(0, int(left / (options.levels - level) / self.seconds_per_proposal))
+        if isinstance(options.proposals, tuple):
+            return options.proposals[level] // options.members
+        return -(-options.proposals // (options.levels * options.members))
+
+    def done(self, per_chain: int) -> None:
+        """Take note of the time that a level took."""
+        now = time.perf_counter()
+        if per_chain:
+            self.seconds_per_proposal = (now - self.since) / per_chain
+        self.since = now
