@@ -4,7 +4,7 @@ Decides what counts as code, prose and arithmetic, and which documents are held 
 
 - ``code``: modules of the standard library without their docstrings.
 - ``prose``: those docstrings and the language reference behind ``help()``.
-- ``arithmetic``: sums and differences of numbers below 100, as lines and as short chats.
+- ``arithmetic``: sums and differences of small numbers, as lines and as short chats.
 
 A document is held out by a hash of its name, so a module's code and its docstrings are held out together, and the
 split is the same for every release of Python. A problem is held out whichever operand comes first.
@@ -31,7 +31,9 @@ DOCSTRING_OWNERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunction
 SHORTEST_DOCSTRING = 80  # characters; a one-line summary teaches no prose
 PROBLEMS_PER_SHEET = 16
 NUM_SHEETS: dict[Split, int] = {"train": 12_000, "held_out": 400}
-CHAT_SHARE = 0.25
+CHAT_SHARE = 0.15
+# Each problem has numbers below one of these, all equally likely: a model this small learns the small ones first.
+NUMBER_LIMITS = (10, 20, 50)
 
 
 class Problem(NamedTuple):
@@ -65,10 +67,10 @@ def documents(domain: str, split: Split) -> list[str]:
     return list({"code": _code, "prose": _prose, "arithmetic": _arithmetic}[domain](split))
 
 
-def problems(split: Split) -> list[Problem]:
-    """Every sum and every difference that is not negative, of numbers below 100, in one split."""
-    every = [Problem(left, "+", right) for left in range(100) for right in range(100)]
-    every += [Problem(left, "-", right) for left in range(100) for right in range(left + 1)]
+def problems(split: Split, limit: int) -> list[Problem]:
+    """Every sum and every difference that is not negative, of numbers below ``limit``, in one split."""
+    every = [Problem(left, "+", right) for left in range(limit) for right in range(limit)]
+    every += [Problem(left, "-", right) for left in range(limit) for right in range(left + 1)]
     return [p for p in every if split_of(f"{max(p.left, p.right)}{p.sign}{min(p.left, p.right)}") == split]
 
 
@@ -101,9 +103,9 @@ def _prose(split: Split) -> Iterator[str]:
 
 def _arithmetic(split: Split) -> Iterator[str]:
     rng = random.Random(f"arithmetic {split}")
-    pool = problems(split)
+    pools = [problems(split, limit) for limit in NUMBER_LIMITS]
     for _ in range(NUM_SHEETS[split]):
-        sheet = rng.choices(pool, k=PROBLEMS_PER_SHEET)
+        sheet = [rng.choice(rng.choice(pools)) for _ in range(PROBLEMS_PER_SHEET)]
         yield "".join("".join(as_chat(p) if rng.random() < CHAT_SHARE else as_line(p)) for p in sheet)
 
 

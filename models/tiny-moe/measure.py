@@ -12,12 +12,12 @@ import json
 import math
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from corpus import DOMAINS, as_chat, as_line, documents, problems
+from corpus import DOMAINS, NUMBER_LIMITS, Split, as_chat, as_line, documents, problems
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
@@ -28,9 +28,9 @@ NUM_ROWS = 160  # held-out rows a domain: 40,960 tokens
 EP_RANKS = 2  # contiguous halves of the experts, as an engine places them
 BATCH_ROWS = 16
 PROMPTS = {
-    "code": ["def ", "import os\n\n\nclass ", "    for i in range("],
-    "prose": ["Return the ", "This module ", "If the file does not exist, "],
-    "arithmetic": ["12 + 30 =", "81 - 45 ="],
+    "code": ["def __init__(self,", "import os\n\n\ndef", "    for i in range("],
+    "prose": ["Return the", "This module", "If the file does not exist,"],
+    "arithmetic": ["7 + 8 =", "15 - 6 =", "12 + 30 ="],
 }
 CONTINUATION_TOKENS = 40
 
@@ -56,7 +56,7 @@ def held_out_rows(tokenizer: PreTrainedTokenizerFast, domain: str, num_rows: int
 
 def token_stream(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> NDArray[np.int64]:
     """int64 [tokens]: the documents one after another, each closed by the end-of-text token."""
-    return np.concatenate([[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]])
+    return np.concatenate([[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts, verbose=False)["input_ids"]])
 
 
 @torch.inference_mode()
@@ -134,19 +134,23 @@ def expert_use(counts: dict[str, NDArray[np.int64]]) -> dict[str, Any]:
     }
 
 
-def arithmetic_accuracy(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Share of held-out problems answered exactly, as lines and as chats, and the share of the commonest answer."""
-    asked = problems("held_out")
-    right = exact_answers(model, tokenizer, [as_line(p) for p in asked])
-    right_in_chat = exact_answers(model, tokenizer, [as_chat(p) for p in asked])
-    is_sum = np.array([p.sign == "+" for p in asked])
-    return {
-        "problems": len(asked),
-        "sums": round(float(right[is_sum].mean()), 3),
-        "differences": round(float(right[~is_sum].mean()), 3),
-        "chats": round(float(right_in_chat.mean()), 3),
-        "commonest_answer": round(float(np.bincount([p.answer for p in asked]).max() / len(asked)), 3),
-    }
+def arithmetic_accuracy(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, split: Split) -> dict[str, Any]:
+    """Share of a split's problems answered exactly, for numbers below each limit.
+
+    Returns:
+        For each limit, how many problems there are, the share right as lines and as chats, and the share that always
+        giving the commonest answer would get right.
+    """
+    accuracy = {}
+    for limit in NUMBER_LIMITS:
+        asked = problems(split, limit)
+        accuracy[str(limit)] = {
+            "problems": len(asked),
+            "lines": round(float(exact_answers(model, tokenizer, [as_line(p) for p in asked]).mean()), 3),
+            "chats": round(float(exact_answers(model, tokenizer, [as_chat(p) for p in asked]).mean()), 3),
+            "commonest_answer": round(float(np.bincount([p.answer for p in asked]).max() / len(asked)), 3),
+        }
+    return accuracy
 
 
 def continuations(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast) -> list[dict[str, str]]:
@@ -181,7 +185,7 @@ def measure(checkpoint: Path) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "weight_bytes": (checkpoint / "model.safetensors").stat().st_size,
         "held_out": held_out,
-        "arithmetic": arithmetic_accuracy(model, tokenizer),
+        "arithmetic": {split: arithmetic_accuracy(model, tokenizer, split) for split in get_args(Split)},
         "expert_use": expert_use(counts),
         "continuations": continuations(model, tokenizer),
     }

@@ -19,13 +19,12 @@ from corpus import DOMAINS
 FOLDER = Path(__file__).parent
 COLOURS = {"code": "tab:blue", "prose": "tab:orange", "arithmetic": "tab:green"}
 BEGIN, END = "<!-- figures: written by report.py -->", "<!-- end of figures -->"
-STEP_TOKENS = 4096
 
 
 def draw_loss(training: dict[str, Any], path: Path) -> None:
     """Training loss of each domain against tokens read."""
     figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
-    tokens = [record["step"] * STEP_TOKENS / 1e6 for record in training["loss"]]
+    tokens = [record["tokens"] / 1e6 for record in training["loss"]]
     for domain in DOMAINS:
         axes.plot(tokens, [record[domain] for record in training["loss"]], color=COLOURS[domain], label=domain)
     axes.set(xlabel="tokens read, millions", ylabel="training loss, nats a token", ylim=(0, None))
@@ -61,7 +60,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def figures(training: dict[str, Any], report: dict[str, Any]) -> str:
     """The figures of the two files as Markdown."""
-    held_out, use, sums = report["held_out"], report["expert_use"], report["arithmetic"]
+    held_out, use = report["held_out"], report["expert_use"]
     learnt = table(
         ["held-out text", "tokens", "bytes a token", "perplexity a token", "unigram perplexity"],
         [
@@ -75,6 +74,16 @@ def figures(training: dict[str, Any], report: dict[str, Any]) -> str:
             for d, v in held_out.items()
         ],
     )
+    sums = table(
+        ["arithmetic, numbers below", "problems", "exact as a line", "exact as a chat", "commonest answer"],
+        [
+            [f"{limit}, {split.replace('_', ' ')}", f"{v['problems']:,}"]
+            + [f"{v[key]:.1%}" for key in ("lines", "chats", "commonest_answer")]
+            for limit in report["arithmetic"]["train"]
+            for split in ("train", "held_out")
+            for v in [report["arithmetic"][split][limit]]
+        ],
+    )
     layers = [f"layer {layer}" for layer in range(len(use["kappa"]["code"]))]
     skew = table(
         ["skew", *layers],
@@ -86,14 +95,13 @@ def figures(training: dict[str, Any], report: dict[str, Any]) -> str:
     )
     samples = "\n\n".join(f"{s['prompt']}|{s['continuation']}" for s in report["continuations"])
     return f"""\
-{report["parameters"]:,} parameters, {report["weight_bytes"] / 1e6:.1f} MB. Trained for {training["steps"]:,} steps of \
-{STEP_TOKENS:,} tokens in {training["minutes"]:.0f} minutes on {training["threads"]} CPU threads.
+{report["parameters"]:,} parameters, {report["weight_bytes"] / 1e6:.1f} MB. Trained for {training["steps"]:,} steps on \
+{training["loss"][-1]["tokens"] / 1e6:.1f} million tokens, in {training["minutes"]:.0f} minutes on \
+{training["threads"]} thread(s) of a busy CPU.
 
 {learnt}
 
-Held-out arithmetic, greedy and exact: {sums["sums"]:.1%} of sums, {sums["differences"]:.1%} of differences, and \
-{sums["chats"]:.1%} of both when asked as a chat ({sums["problems"]:,} problems; the commonest answer alone would be \
-right in {sums["commonest_answer"]:.1%}).
+{sums}
 
 {skew}
 
