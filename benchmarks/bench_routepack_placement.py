@@ -9,9 +9,10 @@ window: its repair starts from identity.
 
 Planners: ``routepack``, the repair to the CV target by landing swaps; ``routepack-steepest``, by the paper's rule, so
 that its moves should be the paper's if the windows were: the drift of the synthetic windows was set for that;
-``routepack-cost``, the same with the cost-aware stop at 5400 routed rows a move (400 MB of weights and optimizer state
-over 200 GB/s, rows of gpt-oss size at 400 TFLOP/s); ``eplb-rN``, EPLB's packing anew, with N further slots a rank.
-Beside them the paper's figures, from its 64-worker host.
+``routepack-cost``, landing with the cost-aware stop at 5400 routed rows a move: 16 bytes of weights and optimizer state
+a parameter over 200 GB/s, against 6 operations a parameter and row at 400 TFLOP/s, whatever the size of an expert. For
+gpt-oss 270, since its trajectories are a twentieth of the others' length. ``eplb-rN``, EPLB's packing anew, with N
+further slots a rank. Beside them the paper's figures, from its 64-worker host.
 
 Run: ``python -m benchmarks.bench_routepack_placement`` (two minutes); writes results/routepack_placement.{json,png}.
 """
@@ -34,7 +35,7 @@ from megaflux_serve.routepack.placement import coefficient_of_variation
 
 BENCH = "routepack_placement"
 NUM_WINDOWS, CALLS, CV_TARGET = 20, 7, 5e-4
-MOVE_COST_ROWS = 5400.0
+MOVE_COST_ROWS = {"tiny": 5400.0, "flash": 5400.0, "gptoss": 270.0}
 PAPER = {  # Table 5: hit %, moves, P50 ms
     ("tiny", "routepack"): (100.0, 389, 55.6),
     ("tiny", "routepack-steepest"): (100.0, 389, 55.6),
@@ -79,12 +80,14 @@ def eplb(replicas: int) -> Planner:
     return Planner(lambda loads, _: eplb_slots(loads, TOPOLOGY.num_ranks, replicas), eplb_rank_loads)
 
 
-PLANNERS = {
-    "routepack": routepack(PlacementOptions(CV_TARGET)),
-    "routepack-steepest": routepack(PlacementOptions(CV_TARGET, rule="steepest")),
-    "routepack-cost": routepack(PlacementOptions(CV_TARGET, MOVE_COST_ROWS)),
-    **{f"eplb-r{replicas}": eplb(replicas) for replicas in (0, 2, 4, 8)},
-}
+def planners(model: str) -> dict[str, Planner]:
+    """All planners by name."""
+    return {
+        "routepack": routepack(PlacementOptions(CV_TARGET)),
+        "routepack-steepest": routepack(PlacementOptions(CV_TARGET, rule="steepest")),
+        "routepack-cost": routepack(PlacementOptions(CV_TARGET, MOVE_COST_ROWS[model])),
+        **{f"eplb-r{replicas}": eplb(replicas) for replicas in (0, 2, 4, 8)},
+    }
 
 
 def replay(windows: Sequence[Int64Array], planner: Planner) -> dict[str, float]:
@@ -118,7 +121,7 @@ def replay(windows: Sequence[Int64Array], planner: Planner) -> dict[str, float]:
 def measure(model: str, windows: Sequence[Int64Array]) -> list[ResultRow]:
     """All planners on the windows of a model."""
     rows = []
-    for name, planner in track(PLANNERS.items(), f"{model}: placement", transient=True):
+    for name, planner in track(planners(model).items(), f"{model}: placement", transient=True):
         case = {"model": model, "planner": name, "windows": len(windows), "synthetic": model != "gptoss"}
         hit, moves, p50 = PAPER.get((model, name), (None, None, None))
         paper = {"hit_pct": hit, "moves": moves, "p50_ms": p50}
