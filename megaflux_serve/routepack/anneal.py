@@ -303,6 +303,32 @@ def _move_one(state: _State, i: int, to: int) -> None:
 
 
 @compiled
+def _exchange_trajectories(tables: Tables, state: _State, i: int, j: int, k: int, cell1: int, cell2: int) -> None:
+    """Move i from cell1 to cell2, and j and k, which may be nobody, the other way; members and dense costs."""
+    lengths, weights = tables.lengths, tables.weights
+    if j < lengths.size - 1:
+        _move_one(state, j, cell1)
+    if k < lengths.size - 1:
+        _move_one(state, k, cell1)
+    _move_one(state, i, cell2)
+    longer = lengths[j] + lengths[k] - lengths[i]
+    wider = lengths[j] * lengths[j] + lengths[k] * lengths[k] - lengths[i] * lengths[i]
+    for c, sign in ((cell1, 1), (cell2, -1)):
+        state.tokens[c] += sign * longer
+        state.squares[c] += sign * wider
+        for s in range(weights.shape[0]):
+            state.stage_cost[c, s] = weights[s, 0] * state.tokens[c] + weights[s, 1] * state.squares[c]
+
+
+@compiled
+def _exchange_cells(state: _State, cell1: int, cell2: int) -> None:
+    """Let two cells change seats."""
+    seat1, seat2 = state.seat[cell1], state.seat[cell2]
+    state.seat[cell1], state.seat[cell2] = seat2, seat1
+    state.occupant[seat1], state.occupant[seat2] = cell2, cell1
+
+
+@compiled
 def _chain(
     tables: Tables,
     state: _State,
@@ -420,23 +446,10 @@ def _chain(
             state.expert[unit1], state.expert[unit2] = expert1, expert2
             _shift(state.load[unit1], state.load[unit2], leaves, enters)
         if i == nobody:
-            seat1, seat2 = state.seat[cell1], state.seat[cell2]
-            state.seat[cell1], state.seat[cell2] = seat2, seat1
-            state.occupant[seat1], state.occupant[seat2] = cell2, cell1
+            _exchange_cells(state, cell1, cell2)
         else:
+            _exchange_trajectories(tables, state, i, j, k, cell1, cell2)
             _shift(state.cell_work[cell1], state.cell_work[cell2], leaves, enters)
-            if j != nobody:
-                _move_one(state, j, cell1)
-            if k != nobody:
-                _move_one(state, k, cell1)
-            _move_one(state, i, cell2)
-            state.tokens[cell1] += longer
-            state.tokens[cell2] -= longer
-            state.squares[cell1] += wider
-            state.squares[cell2] -= wider
-            for s in range(num_stages):
-                state.stage_cost[cell1, s] = weights[s, 0] * state.tokens[cell1] + weights[s, 1] * state.squares[cell1]
-                state.stage_cost[cell2, s] = weights[s, 0] * state.tokens[cell2] + weights[s, 1] * state.squares[cell2]
         if energy < best_energy:
             best_energy, at_best = energy, True
     if at_best:
