@@ -169,8 +169,8 @@ def differing_batch(
     blocks = map_blocks(plan)
     routes = [source_routes(plan, blocks, rank, i) for rank, i in enumerate(ids)]
     pool_rows = [route.pool_row(plan.block_rows) for route in routes]
-    for rank, buffers in enumerate(rig.ranks):
-        tables = buffers.plan()
+    for buffers, forward in zip(rig.ranks, rig.tables, strict=True):
+        rank, tables = buffers.rank, buffers.plan()
         got: dict[str, NDArray[Any]] = dict(tables)
         wanted: dict[str, NDArray[Any]] = expected_tables(plan, rank, launch)
         num = len(ids[rank])
@@ -178,7 +178,6 @@ def differing_batch(
         got["route_row"] = buffers.regions["route_row"].cpu().numpy()
         wanted["route_place"] = routes[rank].rank[:num] << 16 | routes[rank].slot[:num]
         wanted["route_row"] = pool_rows[rank][:num]
-        forward = rig.tables[rank]
         moved = plan.transfers[plan.transfers[:, 1] == rank]
         homes = plan.layout.home_rank[moved[:, 0]], plan.layout.home_index[moved[:, 0]]
         transfers = np.stack([*homes, plan.layout.experts_per_rank + moved[:, 2], moved[:, 0]], axis=1)

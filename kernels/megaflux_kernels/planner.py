@@ -6,7 +6,8 @@ Grid (1 + chunks, local ranks). Block 0 of a rank plans, the others own a chunk 
 2. The planning block waits for all chunks, writes the rank's counts into every rank's memory (parity of the launch),
    raises its flag there, and waits for the flags of all ranks.
 3. It plans (``plan_block``), as every other rank does with the same counts, and publishes the plan.
-4. Meanwhile the chunks add up the histograms before theirs; then they wait for the plan and write routes and tables.
+4. Meanwhile the chunks order their assignments and add up the histograms before theirs; then they wait for the plan
+   and write routes and tables.
 
 All blocks must be resident at once, since they wait for one another: the launch is cooperative and is refused
 otherwise. Sizes are read on the device, nothing is synchronised with the host, and the launch can be captured into a
@@ -26,9 +27,10 @@ from cutlass.memory import SmemAllocator
 
 from megaflux_kernels.compile_cache import cached
 from megaflux_kernels.layout import Wait
+from megaflux_kernels.own_tables import ForwardTables, OwnTables, WorkAddresses
 from megaflux_kernels.plan_block import PlanBlock, PlanOptions, PlanRequest
-from megaflux_kernels.planner_map import THREADS, Mark, PlannerMap, PlannerShape, State, Work
-from megaflux_kernels.routes import Batch, ForwardTables, RouteBlock, WorkAddresses
+from megaflux_kernels.planner_map import NANOSECONDS, THREADS, Mark, PlannerMap, PlannerShape, State, Work
+from megaflux_kernels.routes import Batch, RouteBlock
 from megaflux_kernels.slots import plan_tables
 from megaflux_kernels.sync.device import count_up, doubles, publish, record_failure, wait_for, words
 
@@ -51,7 +53,8 @@ class Planner:
         self.shape, self.search, self.trace, self.forward = shape, shape.search, trace, forward
         self.map = PlannerMap(shape)
         self.block, self.routes = PlanBlock(shape.search, THREADS), RouteBlock(shape, forward)
-        self.num_words = max(self.block.num_words, self.routes.num_words)
+        self.own = OwnTables(shape, forward) if forward else None
+        self.num_words = max(self.block.num_words, self.routes.num_words + (self.own.num_words if self.own else 0))
 
     @cute.jit
     def __call__(
@@ -92,7 +95,7 @@ class Planner:
         @cute.struct
         class Storage:
             keys: cute.struct.MemRange[Int64, self.block.num_keys]
-            peers: cute.struct.MemRange[Int64, self.search.num_ranks]
+            peers: cute.struct.MemRange[Int64, 2 * self.search.num_ranks]
             words: cute.struct.MemRange[Int32, self.num_words]
             ok: cute.struct.MemRange[Int32, 1]
 
@@ -130,12 +133,10 @@ class Planner:
         rank = first_rank + local
         state = self.tensor(region, "state")
         epoch = arch.load(state.iterator + int(State.EPOCH), Int32) + 1
+        peers = memory.peers.get_tensor(cute.make_layout(2 * self.search.num_ranks))
         if role == 0:
             keys = memory.keys.get_tensor(cute.make_layout(self.block.num_keys))
-            peers, bases = (
-                memory.peers.get_tensor(cute.make_layout(self.search.num_ranks)),
-                self.tensor(region, "peers"),
-            )
+            bases = self.tensor(region, "peers")
             for peer in cutlass.range(tid, self.search.num_ranks, THREADS):
                 peers[peer] = bases[peer]
             copies = resident + Int64(local) * (4 * self.search.num_replicas)
@@ -149,7 +150,7 @@ class Planner:
                 self.tensor(region, "route_row"),
                 tokens,
             )
-            self.route(base, ok, batch, region, role - 1, rank, epoch, budget_ns, tid)
+            self.route(base, ok, peers, batch, region, role - 1, rank, epoch, budget_ns, tid)
 
     def at(self, region, name: str):
         """Address of a region of the map."""
@@ -165,15 +166,20 @@ class Planner:
 
     @cute.jit
     def mark(self, region: Int64, mark: cutlass.Constexpr, tid: Int32):
-        """Record the SM clock, when tracing, and the global timer at the first and the last mark."""
+        """Record the SM clock, when tracing, and at some marks the global timer."""
         if const_expr(self.trace):
             if tid == 0:
                 trace = self.tensor(region, "trace")
                 trace[int(mark)] = arch.clock64()
-                if const_expr(mark == Mark.START):
-                    trace[int(Mark.START_NS)] = arch.globaltimer()
-                if const_expr(mark == Mark.PLAN):
-                    trace[int(Mark.PLAN_NS)] = arch.globaltimer()
+                if const_expr(mark in NANOSECONDS):
+                    trace[int(NANOSECONDS[mark])] = arch.globaltimer()
+
+    @cute.jit
+    def mark_chunk(self, region: Int64, mark: cutlass.Constexpr, chunk: Int32, tid: Int32):
+        """``mark`` for chunk 0."""
+        if const_expr(self.trace):
+            if chunk == 0:
+                self.mark(region, mark, tid)
 
     # ---- the planning block ----------------------------------------------------------------------------------------
 
@@ -255,6 +261,7 @@ class Planner:
         self,
         base,
         ok: cute.Tensor,
+        addresses: cute.Tensor,
         batch: Batch,
         region: Int64,
         chunk: Int32,
@@ -265,43 +272,68 @@ class Planner:
     ):
         """Steps 1 and 4."""
         experts = self.search.num_experts
-        counts = cute.make_tensor(base, cute.make_layout(self.routes.num_words))
-        all_chunks = self.tensor(region, "chunk_counts")
-        chunk_counts = cute.make_tensor(all_chunks.iterator + chunk * experts, cute.make_layout(experts))
-        self.routes.count(counts, batch, chunk, tid)
-        self.routes.sum_warps(counts, chunk_counts, self.tensor(region, "rank_counts"), tid)
-        arch.sync_threads()
-        state = self.at(region, "state")
+        all_chunks, state = self.tensor(region, "chunk_counts"), self.at(region, "state")
+        own_counts = cute.make_tensor(all_chunks.iterator + chunk * experts, cute.make_layout(experts))
+        self.routes.count(base, batch, chunk, own_counts, self.tensor(region, "rank_counts"), tid)
         if tid == 0:
             count_up(state + 4 * int(State.HISTOGRAMS), Int32(1), "gpu")
+        self.mark_chunk(region, Mark.COUNTED, chunk, tid)
+        self.routes.order(base, batch, chunk, Int32(0), tid)
+        work = self.work(region)
+        if const_expr(self.forward is not None):
+            self.routes.load_peers(addresses, work.peers, tid)
+            self.own.clear_counters(work, chunk, tid)
+        if tid == 0:
             num = epoch * self.shape.num_chunks
             ok[0] = wait_for(state + 4 * int(State.HISTOGRAMS), num, budget_ns, "gpu") - num
         arch.sync_threads()
         if ok[0] >= 0:
-            self.routes.add_chunks(counts, all_chunks, chunk, tid)
+            self.routes.add_chunks(base, all_chunks, chunk, tid)
         arch.sync_threads()
+        self.mark_chunk(region, Mark.READY, chunk, tid)
         if tid == 0:
             if ok[0] >= 0:
                 ok[0] = wait_for(state + 4 * int(State.PLAN), epoch, budget_ns * PLAN_WAIT_BUDGETS, "gpu") - epoch
         arch.sync_threads()
+        self.mark_chunk(region, Mark.SEEN, chunk, tid)
         if ok[0] >= 0:
-            self.write(base, batch, region, chunk, rank, epoch, tid)
+            self.write(base, addresses, batch, work, region, chunk, rank, epoch, tid)
         elif tid == 0:
             record_failure(self.at(region, "error"), Wait.PLAN, rank, chunk, epoch)
 
-    @cute.jit
-    def write(self, base, batch: Batch, region: Int64, chunk: Int32, rank: Int32, epoch: Int32, tid: Int32):
-        """Routes and tables, once the plan is there."""
-        tables = plan_tables(self.search, self.at(region, "plan"))
-        self.routes.load_plan(base, tables, tid)
+    def work(self, region) -> WorkAddresses:
+        """Where the forward kernel's tables are."""
         addresses = self.tensor(region, "work")
         fields = (Work.HEADER, Work.TASKS, Work.TRANSFERS, Work.COUNTERS, Work.PEERS)
-        work = WorkAddresses(*[addresses[int(field)] for field in fields])
-        self.routes.emit(base, batch, chunk, rank, work.peers, tid)
+        return WorkAddresses(*[addresses[int(field)] for field in fields])
+
+    @cute.jit
+    def write(
+        self,
+        base,
+        addresses: cute.Tensor,
+        batch: Batch,
+        work: WorkAddresses,
+        region: Int64,
+        chunk: Int32,
+        rank: Int32,
+        epoch: Int32,
+        tid: Int32,
+    ):
+        """Routes and tables, once the plan is there; tables before routes, without a barrier between."""
+        tables, own_base = plan_tables(self.search, self.at(region, "plan")), base + self.routes.num_words
+        self.routes.load_plan(base, tables, tid)
+        if const_expr(self.forward is not None):
+            self.own.prepare(own_base, tables, rank, tid)
+        arch.sync_threads()
+        self.mark_chunk(region, Mark.LOADED, chunk, tid)
         if const_expr(self.forward is not None):
             experts = self.search.num_experts
             home_of = words(self.at(region, "homes") + 4 * experts, experts)
-            self.routes.own_tables(base, tables, work, home_of, chunk, rank, epoch, tid)
+            _, segments = self.routes.views(base)
+            self.own.write(own_base, segments, tables, work, home_of, chunk, rank, epoch, tid)
+        self.routes.write(base, addresses, batch, chunk, rank, tid)
+        self.mark_chunk(region, Mark.ROUTED, chunk, tid)
 
 
 def compile_planner(shape: PlannerShape, forward: ForwardTables | None = None, trace: bool = False):

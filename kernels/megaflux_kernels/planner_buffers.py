@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megaflux_kernels.layout import MAX_PENALTY, ShapeError
+from megaflux_kernels.own_tables import ForwardTables
 from megaflux_kernels.planner import compile_planner
 from megaflux_kernels.planner_map import PlannerMap, PlannerShape, Work
-from megaflux_kernels.routes import ForwardTables
 from megaflux_kernels.symmetric import SymmetricMemory
 from megaflux_kernels.sync.record import FailedWait, failed_wait
 from megaflux_kernels.worklist import LayerShape, Tiling

@@ -17,8 +17,10 @@ from megaflux_kernels.sync.record import RECORD_WORDS
 
 ALIGNMENT = 256
 """Bytes: regions begin on multiples of this."""
-THREADS = 256
+THREADS = 512
 WARPS = THREADS // 32
+PASS_CHOICES = 8192
+"""Assignments that a chunk orders at a time, 12 bytes of shared memory each; 16 bits hold one's number."""
 
 
 class State(IntEnum):
@@ -42,7 +44,10 @@ class Work(IntEnum):
 
 
 class Mark(IntEnum):
-    """Words of ``trace``: SM clock of the planner block at the end of each stage, and the global timer at both ends."""
+    """Words of ``trace``: SM clocks at the ends of the stages, and the global timer where a name ends in NS.
+
+    START to PLAN are of the planning block, COUNTED to ROUTED of chunk 0, on another multiprocessor's clock.
+    """
 
     START = 0
     HISTOGRAM = 1
@@ -52,9 +57,19 @@ class Mark(IntEnum):
     SEARCH = 5
     REFINE = 6
     PLAN = 7
-    START_NS = 8
-    PLAN_NS = 9
+    COUNTED = 8
+    READY = 9
+    SEEN = 10
+    LOADED = 11
+    ROUTED = 12
+    START_NS = 13
+    PLAN_NS = 14
+    ROUTED_NS = 15
     SIZE = 16
+
+
+NANOSECONDS = {Mark.START: Mark.START_NS, Mark.PLAN: Mark.PLAN_NS, Mark.ROUTED: Mark.ROUTED_NS}
+"""Marks that record the global timer too."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +104,13 @@ class PlannerShape:
     def tokens_per_step(self) -> int:
         """Tokens that a warp routes at once: one lane a choice."""
         return 32 // self.top_k
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens that a chunk orders at a time: whole steps of all warps, no more than its largest share needs."""
+        unit = WARPS * self.tokens_per_step
+        largest = -(-self.max_tokens // self.num_chunks)
+        return min(PASS_CHOICES // (unit * self.top_k), -(-largest // unit)) * unit
 
 
 @dataclass(frozen=True)
@@ -149,4 +171,4 @@ class PlannerMap:
         return self.offsets[name] + -(-region.num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-__all__ = ["ALIGNMENT", "THREADS", "WARPS", "Mark", "PlannerMap", "PlannerShape", "State", "Work"]
+__all__ = ["ALIGNMENT", "NANOSECONDS", "THREADS", "WARPS", "Mark", "PlannerMap", "PlannerShape", "State", "Work"]

@@ -24,7 +24,7 @@ from megaflux_kernels.layout import SearchShape
 from megaflux_kernels.plan_counts import PlanCounts
 from megaflux_kernels.planner import Planner
 from megaflux_kernels.planner_map import PlannerShape
-from megaflux_kernels.routes import ForwardTables
+from megaflux_kernels.own_tables import ForwardTables
 from megaflux_kernels.worklist import LayerShape, Tiling
 
 experts, ranks, slots, top_k = {shape}
