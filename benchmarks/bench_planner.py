@@ -1,30 +1,35 @@
 """The device planner: how long plan and routes take, stage by stage.
 
 Method: CUDA-graph replays of one launch (histogram, exchange, plan, routes, forward tables of Qwen3's shape), events
-around each, after warm-up; the slowest rank of each replay counts. Top-8, blocks of 128, s = E / 4P replica slots (16
-at most), no copies held before; tables for at least 8192 tokens. Before it is timed, every setting's plan is compared
-with the reference planner's.
+around each, after warm-up. A round of replays is queued while the device sleeps, so that the host is never waited for;
+real ranks meet in an all-reduce before each replay, as the ranks of a server do in the layer before, and the slowest
+rank of each replay counts. Top-8, blocks of 128, s = E / 4P replica slots (16 at most), no copies held before; tables
+for at least 8192 tokens. Before it is timed, every setting's plan and routes are compared with the reference's.
 
-* ``total_us``: median replay (``total_p99_us`` beside it), the start of the graph included; with real ranks also
-  ``total_fastest_us``, the faster rank of each replay, which did not wait for the other one to begin.
-* ``histogram_us``, ``exchange_us``, ``search_us``: SM clock of the planning block at the ends of the stages, from a
-  build that records it, converted by the global timer of the same launches. ``search_us`` is everything from counts
-  to the published plan; ``greedy_us``, ``refine_us``, ``tables_us`` are its parts.
-* ``routes_us``: the rest of the launch, from the published plan to the end.
+* ``total_us``: median replay (``total_p99_us`` beside it), the start of the graph included. Baseline: the paper's range
+  on 8 B200 (42.6 to 65.9 us at E = 128, 49.8 to 72.0 us at E = 256; the upper end is given).
+* ``histogram_us``, ``exchange_us``, ``search_us``: the planning block's SM clock at the ends of the stages, converted
+  by the global timer of the same launches. ``search_us`` is everything from counts to the published plan (baseline: the
+  compiled CPU planner on the same counts in the same run); ``greedy_us``, ``refine_us``, ``tables_us`` are its parts.
+* ``routes_us``: the rest of the launch, from the published plan to the end. In it ``load_us`` (the plan is seen and
+  copied) and ``write_us`` (routes and tables) of the first chunk. ``launch_us``: what of the total lies before the
+  planning block's first instruction and after the first chunk's last.
+* ``eta``: share of the excess over the mean load that the plan removes, ``weights_moved``: experts copied for it; the
+  baselines are EPLB's global packing for the same counts with the same slots, ``eplb_us`` the time of packing (CPU,
+  compiled). EPLB may place every expert anew, which is why it suits windows of many batches and not a single one.
 
 *Virtual* ranks share one GPU: 8 ranks have 1/8 of its multiprocessors each for histogram and routes, and their links
-are its memory, so these rows say ``emulated``; the search is the same as on real ranks. Baseline of ``total_us``: the
-paper's range on 8 B200 (42.6 to 65.9 us at E = 128, 49.8 to 72.0 us at E = 256; the upper end is given); of
-``search_us``: the compiled CPU planner on the same counts in the same run.
+are its memory, so these rows say ``emulated``; the search is the same as on real ranks.
 
-Run: ``python -m benchmarks.bench_planner`` on one GPU for 8 virtual ranks;
-``torchrun --standalone --nproc-per-node 2 -m benchmarks.bench_planner`` for real ranks. Writes planner.json and .png
-(``planner_real.json`` for real ranks) into ``$OUT``, default benchmarks/results.
+Run: ``torchrun --standalone --nproc-per-node 2 -m benchmarks.bench_planner`` for real ranks and then, on the first GPU,
+8 virtual ones; ``python -m benchmarks.bench_planner`` for these alone. Writes planner.json and .png into ``$OUT``,
+default benchmarks/results.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +37,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megaflux_kernels.layout import SearchShape
-from megaflux_kernels.planner_map import Mark
+from megaflux_kernels.planner_map import Mark, PlannerShape
 from megaflux_kernels.worklist import LayerShape
 from numpy.typing import NDArray
 
@@ -47,9 +52,13 @@ from benchmarks.harness import (
     write_results,
 )
 from benchmarks.planner_cases import expected_tables, first_difference
+from benchmarks.planner_compile import Job, compile_all
 from benchmarks.planner_rig import Rig, planner_shape, real_rig, virtual_rig
-from megaflux_serve.planning import plan_replicas, planner, workload
-from megaflux_serve.routing import CountArray, expert_counts
+from megaflux_serve.planning import eta, fixed_rank_rows, plan_replicas, planner, workload
+from megaflux_serve.planning.plan import ReplicaPlan
+from megaflux_serve.planning.routes import map_blocks, source_routes
+from megaflux_serve.routepack.eplb import eplb_rank_loads, eplb_slots
+from megaflux_serve.routing import expert_counts
 from megaflux_serve.slots import SlotLayout
 
 BENCH = "planner"
@@ -61,7 +70,11 @@ ROUTINGS = ("balanced", "zipf-k3", "zipf-k6")
 STUDIED_TOKENS = 8192
 """All routings at this batch, one routing at the others."""
 PAPER_US = {128: 65.9, 256: 72.0}
-REPLAYS, WARMUP = 300, 30
+ROUNDS, REPLAYS = 7, 50
+"""The first round is warm-up."""
+QUEUEING_CYCLES = 12_000_000
+"""A sleep of the device in which the host queues a round."""
+TRACED = 40
 
 
 @dataclass(frozen=True)
@@ -75,7 +88,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Stages:
-    """Microseconds of one launch's stages, medians over launches."""
+    """Microseconds of one launch's stages, medians over launches; ``span``, from first to last, is the mean."""
 
     histogram: float
     exchange: float
@@ -83,6 +96,9 @@ class Stages:
     refine: float
     tables: float
     blocks: float
+    load: float
+    write: float
+    span: float
 
     @property
     def search(self) -> float:
@@ -106,66 +122,119 @@ def ids_of(setting: Setting, num_ranks: int) -> NDArray[np.int32]:
     return np.ascontiguousarray(routes.reshape(num_ranks, setting.tokens, TOP_K), dtype=np.int32)
 
 
-def check(rig: Rig, counts: CountArray, launches: int) -> None:
-    """Raise unless the last plan of every local rank equals the reference's, slot for slot."""
+def check(rig: Rig, plan: ReplicaPlan, ids: NDArray[np.int32]) -> None:
+    """Raise unless the last plan and the routes of every local rank equal the reference's."""
     rig.assert_no_failure()
-    search = rig.ranks[0].shape.search
-    layout = SlotLayout(search.num_experts, search.num_ranks, search.num_replica_slots)
-    plan = planner.plan_replicas(counts, layout)
+    blocks = map_blocks(plan)
     for rank in rig.ranks:
-        difference = first_difference(expected_tables(plan, rank.rank, launches), rank.plan())
+        routes = source_routes(plan, blocks, rank.rank, ids[rank.rank])
+        wanted = expected_tables(plan, rank.rank, int(rank.regions["state"][0]))
+        got = dict(rank.plan())
+        for name, values in (
+            ("route_place", routes.rank << 16 | routes.slot),
+            ("route_row", routes.pool_row(plan.block_rows)),
+        ):
+            wanted[name], got[name] = values, rank.regions[name][: len(values)].cpu().numpy()
+        difference = first_difference(wanted, got)
         if difference is not None:
-            raise AssertionError(f"rank {rank.rank}, E = {layout.num_experts}: {difference}")
+            raise AssertionError(f"rank {rank.rank}, E = {plan.layout.num_experts}: {difference}")
 
 
-def replay_us(rig: Rig) -> NDArray[np.float64]:
-    """float64 [REPLAYS]: device time of one graph replay each, no copies held before it."""
+def rounds(rig: Rig, count: int, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Before each of ``count`` launches: no copies held, all ranks met; the device sleeps until they are queued."""
+    torch.cuda._sleep(QUEUEING_CYCLES)
+    token = torch.zeros(1, device="cuda")
+    for _ in range(count):
+        rig.resident.fill_(-1)
+        if group is not None:
+            dist.all_reduce(token, group=group)
+        yield
+
+
+def replay_us(rig: Rig, group: dist.ProcessGroup | None) -> NDArray[np.float64]:
+    """float64 [(ROUNDS - 1) * REPLAYS]: device time of one graph replay each."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         rig.launch()
-    begins, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(WARMUP + REPLAYS)] for _ in range(2))
-    for begin, end in zip(begins, ends, strict=True):
-        rig.resident.fill_(-1)
-        begin.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    samples = [1e3 * begin.elapsed_time(end) for begin, end in zip(begins, ends, strict=True)]
-    return np.array(samples[WARMUP:])
+    samples = []
+    for _ in range(ROUNDS):
+        begins, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS)] for _ in range(2))
+        for begin, end, _ in zip(begins, ends, rounds(rig, REPLAYS, group), strict=True):
+            begin.record()
+            graph.replay()
+            end.record()
+        torch.cuda.synchronize()
+        samples += [1e3 * begin.elapsed_time(end) for begin, end in zip(begins, ends, strict=True)]
+    return np.array(samples[REPLAYS:])
 
 
-def stage_us(rig: Rig, launches: int = 40) -> Stages:
-    """Stages of the first local rank's planning block."""
-    clocks, spans = [], []
-    for _ in range(launches):
-        rig.resident.fill_(-1)
+def stage_us(rig: Rig, group: dist.ProcessGroup | None) -> Stages:
+    """Stages of the first local rank's planning block and first chunk."""
+    traces = torch.empty(TRACED, int(Mark.SIZE), dtype=torch.int64, device="cuda")
+    for launch, _ in enumerate(rounds(rig, TRACED, group)):
         rig.launch()
-        trace = rig.ranks[0].regions["trace"].cpu().numpy()
-        clocks.append(np.diff(trace[Mark.START : Mark.PLAN + 1]))
-        spans.append((trace[Mark.PLAN] - trace[Mark.START], trace[Mark.PLAN_NS] - trace[Mark.START_NS]))
-    cycles, nanoseconds = np.array(spans[5:], dtype=np.float64).sum(axis=0)
-    stages = np.median(np.array(clocks[5:], dtype=np.float64), axis=0) * nanoseconds / cycles / 1e3
-    histogram, sent, received, blocks, greedy, refine, tables = stages
-    return Stages(histogram, sent + received, greedy, refine, tables, blocks)
+        traces[launch].copy_(rig.ranks[0].regions["trace"])
+    trace = traces.cpu().numpy()[5:]
+    cycles = (trace[:, Mark.PLAN] - trace[:, Mark.START]).sum()
+    us_per_cycle = (trace[:, Mark.PLAN_NS] - trace[:, Mark.START_NS]).sum() / cycles / 1e3
+    steps = np.median(np.diff(trace[:, Mark.START : Mark.ROUTED + 1], axis=1), axis=0) * us_per_cycle
+    histogram, sent, received, blocks, greedy, refine, tables = (float(step) for step in steps[: Mark.PLAN])
+    load, write = float(steps[Mark.SEEN]), float(steps[Mark.LOADED])
+    span = float((trace[:, Mark.ROUTED_NS] - trace[:, Mark.START_NS]).mean()) / 1e3
+    return Stages(histogram, sent + received, greedy, refine, tables, blocks, load, write, span)
+
+
+def balance(plan: ReplicaPlan) -> dict[str, tuple[float, float]]:
+    """(the plan's, EPLB's) share of the excess removed and experts copied; nothing where there is no excess."""
+    share, layout = eta(plan), plan.layout
+    if share is None:
+        return {}
+    rows = plan.counts.sum(axis=0)
+    slots = eplb_slots(rows[None], layout.num_ranks, layout.num_replica_slots)
+    most, mean = float(fixed_rank_rows(plan).max()), rows.sum() / layout.num_ranks
+    moved = sum(int((layout.home_rank[np.unique(held)] != rank).sum()) for rank, held in enumerate(slots[0]))
+    packed = (most - float(eplb_rank_loads(rows[None], slots).max())) / (most - mean)
+    return {"eta": (share, packed), "weights_moved": (len(plan.transfers), moved)}
 
 
 def measure(setting: Setting, rig: Rig, ids: NDArray[np.int32], group: dist.ProcessGroup | None) -> list[ResultRow]:
-    """Check and time one setting; rows of this process's ranks, the slowest rank of all processes counting."""
-    ranks = [rank.rank for rank in rig.ranks]
+    """Check and time one setting; the slowest rank of all processes counts."""
+    search, ranks = rig.ranks[0].shape.search, [rank.rank for rank in rig.ranks]
+    layout = SlotLayout(search.num_experts, search.num_ranks, search.num_replica_slots)
     counts = np.stack([expert_counts(i, setting.experts) for i in ids])
     rig.load([ids[rank] for rank in ranks])
     rig.resident.fill_(-1)
     rig.launch()
     torch.cuda.synchronize()
-    check(rig, counts, int(rig.ranks[0].regions["state"][0]))
-    stages, samples = stage_us(rig), replay_us(rig)[None]
+    plan = planner.plan_replicas(counts, layout)
+    check(rig, plan, ids)
+    stages, samples = stage_us(rig, group), replay_us(rig, group)[None]
     rig.assert_no_failure()
     if group is not None:
         gathered: list = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, (samples[0], stages), group=group)
-        samples = np.stack([times for times, _ in gathered])
-    total = summarise(samples)
-    planning = time_call(lambda: plan_replicas(counts, rig_layout(rig)), iterations=30)
+        dist.all_gather_object(gathered, samples[0], group=group)
+        samples = np.stack(gathered)
+    total, rows = summarise(samples), counts.sum(axis=0)[None]
+    planning = summarise(time_call(lambda: plan_replicas(counts, layout), iterations=30)).median_us
+    packing = summarise(time_call(lambda: eplb_slots(rows, layout.num_ranks, layout.num_replica_slots), iterations=30))
+    values = {
+        "total_us": total.median_us,
+        "total_p99_us": total.p99_us,
+        "histogram_us": stages.histogram,
+        "exchange_us": stages.exchange,
+        "search_us": stages.search,
+        "greedy_us": stages.greedy,
+        "refine_us": stages.refine,
+        "tables_us": stages.tables + stages.blocks,
+        "routes_us": max(0.0, total.median_us - stages.histogram - stages.exchange - stages.search),
+        "load_us": stages.load,
+        "write_us": stages.write,
+        "launch_us": max(0.0, total.median_us - stages.span),
+        "eplb_us": packing.median_us,
+    }
+    baselines = {"search_us": {"name": "CPU planner", "value": planning}}
+    if setting.experts in PAPER_US:
+        baselines["total_us"] = {"name": "paper, 8 B200", "value": PAPER_US[setting.experts]}
     case = {
         "experts": setting.experts,
         "ranks": len(ids),
@@ -173,77 +242,79 @@ def measure(setting: Setting, rig: Rig, ids: NDArray[np.int32], group: dist.Proc
         "routing": setting.routing,
         "emulated": group is None,
     }
-    paper = {"name": "paper, 8 B200", "value": PAPER_US[setting.experts]} if setting.experts in PAPER_US else None
-    cpu = {"name": "CPU planner", "value": summarise(planning).median_us}
-    values = {
-        "total_us": (total.median_us, paper),
-        "total_p99_us": (total.p99_us, None),
-        "histogram_us": (stages.histogram, None),
-        "exchange_us": (stages.exchange, None),
-        "search_us": (stages.search, cpu),
-        "greedy_us": (stages.greedy, None),
-        "refine_us": (stages.refine, None),
-        "tables_us": (stages.tables + stages.blocks, None),
-        "routes_us": (max(0.0, total.median_us - stages.histogram - stages.exchange - stages.search), None),
-    }
+    timed = [ResultRow(BENCH, case, name, value, "us", baselines.get(name)) for name, value in values.items()]
+    return timed + [
+        ResultRow(BENCH, case, name, value, "1", {"name": "EPLB", "value": other})
+        for name, (value, other) in balance(plan).items()
+    ]
+
+
+def shapes(setting: Setting, num_ranks: int, local_ranks: int) -> tuple[PlannerShape, LayerShape]:
+    """What a setting is compiled for; tables of a server that takes batches of ``STUDIED_TOKENS`` at least."""
+    search = SearchShape(setting.experts, num_ranks, min(16, setting.experts // (4 * num_ranks)))
+    capacity = max(setting.tokens, STUDIED_TOKENS)
+    layer = LayerShape(num_ranks, setting.experts, search.num_replica_slots, 2048, 768, TOP_K, capacity)
+    return planner_shape(search, TOP_K, capacity, local_ranks), layer
+
+
+def run(group: dist.ProcessGroup | None) -> list[ResultRow]:
+    """All settings on the ranks of a group, or on virtual ones."""
+    num_ranks = VIRTUAL_RANKS if group is None else dist.get_world_size(group)
+    local_ranks = num_ranks if group is None else 1
+    if group is None or dist.get_rank(group) == 0:
+        compile_all(list({Job(*shapes(setting, num_ranks, local_ranks), trace=True) for setting in settings()}))
     if group is not None:
-        values["total_fastest_us"] = (float(np.median(samples.min(axis=0))), None)
-    return [ResultRow(BENCH, case, name, value, "us", base) for name, (value, base) in values.items()]
-
-
-def rig_layout(rig: Rig) -> SlotLayout:
-    """The core's layout of a rig's shape."""
-    search = rig.ranks[0].shape.search
-    return SlotLayout(search.num_experts, search.num_ranks, search.num_replica_slots)
+        dist.barrier(group)
+    rows: list[ResultRow] = []
+    for setting in settings():
+        shape, layer = shapes(setting, num_ranks, local_ranks)
+        rig = real_rig(shape, group, layer=layer, trace=True) if group else virtual_rig(shape, layer=layer, trace=True)
+        new = measure(setting, rig, ids_of(setting, num_ranks), group)
+        rows += new
+        if group is None or dist.get_rank(group) == 0:
+            print(setting, {row.metric: round(float(row.value), 2) for row in new}, flush=True)
+    return rows
 
 
 def draw(rows: list[ResultRow], path: Path) -> None:
     """Total and stages over the batch, one panel an expert count, with the paper's upper end as a line."""
     with figure(path, columns=len(EXPERTS), title="Device planner: time of one launch") as axes:
         for axis, experts in zip(axes, EXPERTS, strict=True):
-            for metric in ("total_us", "search_us", "histogram_us", "routes_us"):
-                points = sorted(
-                    (row.case["tokens_per_rank"], row.value)
-                    for row in rows
-                    if row.metric == metric and row.case["experts"] == experts and row.case["routing"] == "zipf-k6"
-                )
-                axis.plot(*zip(*points, strict=True), marker="o", label=metric.removesuffix("_us"))
+            for emulated, style in ((False, "-"), (True, "--")):
+                for colour, metric in enumerate(("total_us", "search_us", "histogram_us", "routes_us")):
+                    points = sorted(
+                        (row.case["tokens_per_rank"], row.value)
+                        for row in rows
+                        if (row.metric, row.case["experts"], row.case["emulated"]) == (metric, experts, emulated)
+                        and row.case["routing"] == "zipf-k6"
+                    )
+                    if points:
+                        kind = "8 virtual ranks" if emulated else "real ranks"
+                        label = f"{metric.removesuffix('_us')}, {kind}"
+                        axis.plot(*zip(*points, strict=True), style, color=f"C{colour}", marker=".", label=label)
             if experts in PAPER_US:
                 axis.axhline(PAPER_US[experts], linestyle=":", color="black", label="paper, 8 B200, slowest")
-            axis.set(title=f"E = {experts}", xscale="log", xlabel="tokens a rank", ylabel="us", ylim=(0, None))
-            axis.legend(fontsize=7)
+            axis.set(title=f"E = {experts}", xscale="log", yscale="log", xlabel="tokens a rank", ylabel="us")
+            axis.legend(fontsize=6)
 
 
 def main() -> None:
     """Measure every setting, print, write and draw."""
-    group = None
-    if "RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
-        group = dist.group.WORLD
-    num_ranks = VIRTUAL_RANKS if group is None else dist.get_world_size(group)
     rows: list[ResultRow] = []
-    for setting in settings():
-        search = SearchShape(setting.experts, num_ranks, min(16, setting.experts // (4 * num_ranks)))
-        capacity = max(setting.tokens, STUDIED_TOKENS)  # tables of a server that takes larger batches
-        shape = planner_shape(search, TOP_K, capacity, num_ranks if group is None else 1)
-        layer = LayerShape(num_ranks, setting.experts, search.num_replica_slots, 2048, 768, TOP_K, capacity)
-        if group is None:
-            rig = virtual_rig(shape, layer=layer, trace=True)
-        else:
-            rig = real_rig(shape, group, layer=layer, trace=True)
-        rows += measure(setting, rig, ids_of(setting, num_ranks), group)
-        if group is None or dist.get_rank(group) == 0:
-            print(setting, {row.metric: round(row.value, 1) for row in rows if row.case == rows[-1].case}, flush=True)
-    if group is None or dist.get_rank(group) == 0:
-        stem = "planner" if group is None else "planner_real"
+    first = True
+    if "RANK" in os.environ:
+        device = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", device))
+        rows, first = run(dist.group.WORLD), dist.get_rank() == 0
+        dist.destroy_process_group()
+    if first:
+        rows += run(None)
         folder = Path(os.environ.get("OUT", RESULTS))
         context = RunContext.current(torch.cuda.get_device_name(), "torch", "nvidia-cutlass-dsl", "numba")
-        write_results(folder / f"{stem}.json", rows, context)
-        draw(rows, folder / f"{stem}.png")
-        print_table(rows, f"Device planner, {num_ranks} {'virtual' if group is None else 'real'} ranks")
-    if group is not None:
-        dist.destroy_process_group()
+        write_results(folder / f"{BENCH}.json", rows, context)
+        draw(rows, folder / f"{BENCH}.png")
+        print_table(rows, "Device planner")
 
 
 if __name__ == "__main__":

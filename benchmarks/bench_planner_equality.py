@@ -10,9 +10,10 @@ Two parts, both against ``plan_replicas`` (the specification in plain Python) an
 The reference runs in processes of its own, so that the device waits little. Reported: ``cases_equal``, and the number
 of cases as baseline. The command ends with status 1 if one case differs, and prints the first differences.
 
-Run on a Hopper GPU: ``python -m benchmarks.bench_planner_equality [cases a group]`` (112: 10,752 plans, about two
-minutes), and ``torchrun --standalone --nproc-per-node 2 -m benchmarks.bench_planner_equality`` for batches on real
-ranks; writes planner_equality.json (``planner_equality_rank<r>.json``) into ``$OUT``, default benchmarks/results.
+Run on Hopper GPUs: ``torchrun --standalone --nproc-per-node 2 -m benchmarks.bench_planner_equality`` compares batches
+on real ranks first, each process its own tables; ``python -m benchmarks.bench_planner_equality [cases a group]`` on
+virtual ranks alone (112: 10,752 plans, about two minutes). Writes planner_equality.json into ``$OUT``, default
+benchmarks/results.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing.pool import AsyncResult, Pool
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from megaflux_kernels.layout import SearchShape
@@ -33,6 +34,7 @@ from numpy.typing import NDArray
 
 from benchmarks.harness import RESULTS, ResultRow, RunContext, print_table, write_results
 from benchmarks.planner_cases import SHAPES, expected_tables, first_difference, groups
+from benchmarks.planner_compile import Job, compile_all
 from megaflux_serve.planning import ReplicaPlan, plan_replicas
 from megaflux_serve.planning.planner import PlannerOptions
 from megaflux_serve.planning.routes import map_blocks, source_routes
@@ -122,15 +124,15 @@ def compare_batches(shapes: tuple[tuple[int, int, int, int], ...], group: Proces
     """
     from megaflux_kernels.planner_buffers import LaunchOptions
 
-    from benchmarks.planner_rig import planner_shape, real_rig, virtual_rig
+    from benchmarks.planner_rig import real_rig, virtual_rig
 
     rows = []
-    for experts, ranks, slots, top_k in shapes:
+    for batch_shape in shapes:
+        experts, ranks, slots, top_k = batch_shape
         rng, tally = np.random.default_rng([SEED, experts, ranks]), Tally()
         home = rng.permutation(np.arange(experts, dtype=np.int32) % ranks)
         layout = SlotLayout(experts, ranks, slots, home)
-        layer = LayerShape(ranks, experts, slots, 2048, 768, top_k, MAX_TOKENS)
-        shape = planner_shape(SearchShape(experts, ranks, slots), top_k, MAX_TOKENS, 1 if group else ranks)
+        shape, layer, _ = batch_job(*batch_shape, real=group is not None)
         rig = real_rig(shape, group, home, layer) if group else virtual_rig(shape, home, layer)
         held = layout.no_replicas()
         for batch in range(BATCHES):
@@ -144,15 +146,23 @@ def compare_batches(shapes: tuple[tuple[int, int, int, int], ...], group: Proces
             plan = plan_replicas(counts, layout, PlannerOptions(transfer_cost_blocks=batch % 2), held)
             held = plan.replica_experts
             tally.add(
-                f"batch {batch} of {(experts, ranks, slots, top_k)}",
+                f"batch {batch} of {batch_shape}",
                 differing_batch(rig, plan, ids, layer, batch + 1),
             )
             if group:
                 group.barrier().wait()
-        print(f"batches {(experts, ranks, slots, top_k)}: {tally.equal}/{tally.cases} equal", flush=True)
+        print(f"batches {batch_shape}: {tally.equal}/{tally.cases} equal", flush=True)
         case = {"part": "batches", "experts": experts, "ranks": ranks, "replica_slots": slots, "emulated": not group}
         rows.append(_row(case, tally))
     return rows
+
+
+def batch_job(experts: int, ranks: int, slots: int, top_k: int, real: bool) -> Job:
+    """What the batches of a shape are compiled for, on real or virtual ranks."""
+    from benchmarks.planner_rig import planner_shape
+
+    layer = LayerShape(ranks, experts, slots, 2048, 768, top_k, MAX_TOKENS)
+    return Job(planner_shape(SearchShape(experts, ranks, slots), top_k, MAX_TOKENS, 1 if real else ranks), layer)
 
 
 def random_ids(rng: np.random.Generator, experts: int, top_k: int, batch: int) -> NDArray[np.int32]:
@@ -209,18 +219,17 @@ def _row(case: dict[str, Any], tally: Tally) -> ResultRow:
     return ResultRow("planner_equality", case, "cases_equal", tally.equal, "1", baseline)
 
 
-def main() -> None:
-    """Compare everything, print and write the rows."""
-    if "RANK" in os.environ:
-        main_real()
-    cases_per_group = int(sys.argv[1]) if len(sys.argv) > 1 else CASES_PER_GROUP
-    with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 2) - 2)) as pool:
-        pending = start_reference(pool, cases_per_group)
-        finish(compare_batches(BATCH_SHAPES, None) + compare_plans(cases_per_group, pending), "planner_equality")
+def tally_of(rows: list[ResultRow]) -> Tally:
+    """The cases of several rows together."""
+    return Tally(sum(int(row.baseline["value"]) for row in rows if row.baseline), sum(int(row.value) for row in rows))
 
 
-def main_real() -> None:
-    """Compare batches on one real rank of several; rank 0 reports its own tables."""
+def compare_real() -> tuple[bool, list[ResultRow]]:
+    """Compare batches on real ranks, each process its own tables.
+
+    Returns:
+        Whether this is rank 0, and the cases of all ranks by shape.
+    """
     import torch
     import torch.distributed as dist
 
@@ -228,23 +237,42 @@ def main_real() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=torch.device("cuda", device))
     shapes = tuple((experts, dist.get_world_size(), *rest) for experts, *rest in REAL_SHAPES)
-    rows = compare_batches(shapes, dist.group.WORLD)
-    finish(rows, f"planner_equality_rank{dist.get_rank()}")
+    if dist.get_rank() == 0:
+        compile_all([batch_job(*shape, real=True) for shape in shapes])
+    dist.barrier()
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, compare_batches(shapes, dist.group.WORLD))
+    first = dist.get_rank() == 0
+    dist.destroy_process_group()
+    together = [list(of_shape) for of_shape in zip(*gathered, strict=True)]
+    return first, [_row(dict(of_shape[0].case), tally_of(of_shape)) for of_shape in together]
 
 
-def finish(rows: list[ResultRow], stem: str) -> NoReturn:
-    """Add the total, write, print and end with the verdict."""
+def compare_virtual(cases_per_group: int) -> list[ResultRow]:
+    """Compare batches and plans on this device."""
+    compile_all([batch_job(*shape, real=False) for shape in BATCH_SHAPES] + [Job(SearchShape(*s)) for s in SHAPES])
+    with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 2) - 2)) as pool:
+        pending = start_reference(pool, cases_per_group)
+        return compare_batches(BATCH_SHAPES, None) + compare_plans(cases_per_group, pending)
+
+
+def main() -> None:
+    """Compare everything, print and write the rows; status 1 if a case differs."""
     import torch
 
-    equal = sum(int(row.value) for row in rows)
-    cases = sum(int(row.baseline["value"]) for row in rows if row.baseline)
-    emulated = bool(rows[0].case["emulated"])
-    rows.append(_row({"part": "all", "emulated": emulated}, Tally(cases, equal)))
+    first, rows = compare_real() if "RANK" in os.environ else (True, [])
+    if not first:
+        return
+    rows += compare_virtual(int(sys.argv[1]) if len(sys.argv) > 1 else CASES_PER_GROUP)
+    for emulated in sorted({bool(row.case["emulated"]) for row in rows}):
+        of_kind = [row for row in rows if row.case["emulated"] == emulated]
+        rows.append(_row({"part": "all", "emulated": emulated}, tally_of(of_kind)))
     context = RunContext.current(torch.cuda.get_device_name(), "torch", "nvidia-cutlass-dsl", "numpy")
-    write_results(Path(os.environ.get("OUT", RESULTS)) / f"{stem}.json", rows, context)
+    write_results(Path(os.environ.get("OUT", RESULTS)) / "planner_equality.json", rows, context)
     print_table(rows, "Device planner against the reference")
-    print(f"{equal} of {cases} cases equal", flush=True)
-    sys.exit(0 if equal == cases else 1)
+    total = tally_of([row for row in rows if row.case["part"] == "all"])
+    print(f"{total.equal} of {total.cases} cases equal", flush=True)
+    sys.exit(0 if total.equal == total.cases else 1)
 
 
 if __name__ == "__main__":

@@ -171,4 +171,15 @@ class PlannerMap:
         return self.offsets[name] + -(-region.num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-__all__ = ["ALIGNMENT", "NANOSECONDS", "THREADS", "WARPS", "Mark", "PlannerMap", "PlannerShape", "State", "Work"]
+__all__ = [
+    "ALIGNMENT",
+    "NANOSECONDS",
+    "PASS_CHOICES",
+    "THREADS",
+    "WARPS",
+    "Mark",
+    "PlannerMap",
+    "PlannerShape",
+    "State",
+    "Work",
+]

@@ -67,6 +67,21 @@ def test_batches_with_changing_plans_zero_rows_and_kept_copies_equal_the_referen
         assert differing_batch(rig, plan, ids, rig.tables[0].layer, launch) is None
 
 
+def test_a_chunk_of_more_tokens_than_one_pass_holds_is_routed_in_passes():
+    experts, ranks, top_k, tokens, chunks = 8, 2, 2, 9000, 2
+    shape = PlannerShape(SearchShape(experts, ranks, 1), top_k, tokens, chunks)
+    assert tokens > chunks * shape.pass_tokens
+    layer = LayerShape(ranks, experts, 1, 512, 384, top_k, tokens)
+    rig, rng = virtual_rig(shape, layer=layer), np.random.default_rng(9)
+    ids = [np.argsort(rng.random((num, experts)), axis=1)[:, :top_k].astype(np.int32) for num in (tokens, tokens - 1)]
+    rig.load(ids)
+    rig.launch()
+    rig.assert_no_failure()
+    counts = np.stack([expert_counts(i, experts) for i in ids])
+    plan = planner.plan_replicas(counts, SlotLayout(experts, ranks, 1))
+    assert differing_batch(rig, plan, ids, layer, 1) is None
+
+
 def test_a_graph_replays_with_new_inputs_and_launch_numbers(rig):
     rng, layout = np.random.default_rng(6), SlotLayout(EXPERTS, RANKS, SLOTS)
     rig.load([random_ids(rng, TOKENS, 0.0)] * RANKS)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from megaflux_kernels.layout import MAX_BLOCKS, Header, SearchShape, ShapeError, Wait
-from megaflux_kernels.planner_map import ALIGNMENT, PlannerMap, PlannerShape
+from megaflux_kernels.planner_map import ALIGNMENT, PASS_CHOICES, WARPS, PlannerMap, PlannerShape
 from megaflux_kernels.sync.record import RECORD_WORDS, failed_wait
 
 
@@ -74,6 +74,15 @@ def test_a_batch_beyond_the_planner_is_refused_by_name(field, top_k, tokens, chu
 def test_more_blocks_than_a_load_holds_are_refused():
     with pytest.raises(ShapeError, match=f"at most {MAX_BLOCKS} token blocks"):
         PlannerShape(SearchShape(64, 8, 2, block_rows=1), 8, 1 << 20, 1)
+
+
+@pytest.mark.parametrize(("top_k", "tokens", "chunks"), [(8, 131072, 131), (8, 64, 131), (6, 9000, 1), (16, 1, 4)])
+def test_a_pass_is_whole_steps_of_all_warps_and_no_larger_than_a_chunk_needs(top_k, tokens, chunks):
+    shape = PlannerShape(SearchShape(64, 8, 2), top_k, tokens, chunks)
+    unit = WARPS * shape.tokens_per_step
+    assert shape.pass_tokens % unit == 0
+    assert 0 < shape.pass_tokens * top_k <= PASS_CHOICES
+    assert shape.pass_tokens - unit < -(-tokens // chunks)
 
 
 def test_an_empty_error_record_is_no_failure_and_a_filled_one_says_who_did_not_answer():
