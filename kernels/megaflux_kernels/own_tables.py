@@ -16,7 +16,7 @@ from megaflux_kernels.peers import PEER_WORDS, Peer
 from megaflux_kernels.planner_map import THREADS, WARPS, PlannerShape
 from megaflux_kernels.slots import PlanTables
 from megaflux_kernels.sync.device import doubles, words
-from megaflux_kernels.tasks import Tasks
+from megaflux_kernels.tasks import TaskPrefix, Tasks
 from megaflux_kernels.worklist import (
     HEADER_WORDS,
     Counters,
@@ -80,22 +80,43 @@ class OwnTables:
         self.shape, self.search, self.forward = shape, shape.search, forward
         self.tasks = Tasks(forward.shape, forward.tiling)
         self.bounds = work_bounds(forward.shape, forward.tiling)
-        self.num_words = self.tasks.num_words
+        self.num_words = self.tasks.num_words + 1
 
-    def share(self, chunk: Int32, tid: Int32):
-        """(first item, step) of a warp's share of a list: one item a chunk before a second, by the last warp first.
+    def share(self, chunk: Int32, tid: Int32, warp: int):
+        """(first item, step) of this warp's share of a list: one item a chunk for ``warp``, then one for that before.
 
-        A small batch keeps the first warps of a chunk busy with its routes.
+        Lists begin at different warps from the last down: a small batch keeps the first ones busy with its routes.
         """
-        return (WARPS - 1 - tid // 32) * self.shape.num_chunks + chunk, self.shape.num_chunks * WARPS
+        turn = (warp + WARPS - tid // 32) % WARPS
+        return turn * self.shape.num_chunks + chunk, self.shape.num_chunks * WARPS
 
     @cute.jit
-    def prepare(self, base, tables: PlanTables, rank: Int32, tid: Int32):
-        """Sums over the slots, by the last warp; what ``write`` reads after a barrier."""
-        width = self.search.slots_per_rank
-        if tid // 32 == WARPS - 1:
+    def prepare(
+        self, base, tables: PlanTables, work: WorkAddresses, home_of: cute.Tensor, chunk: Int32, rank: Int32, tid: Int32
+    ):
+        """Transfers, and what ``write`` reads after a barrier: sums over the slots, which replicas arrive.
+
+        Args:
+            base: shared-memory pointer to int32 [num_words].
+            tables: the plan.
+            work: where to write.
+            home_of: int32 [E], home slot of every expert.
+            chunk: this block's chunk; chunk 0 writes the transfers.
+            rank: this rank.
+            tid: thread index.
+        """
+        width, warp, lane, ready = self.search.slots_per_rank, tid // 32, tid % 32, self.arriving(base)
+        if warp == WARPS - 1:
             slot_blocks = cute.make_tensor(tables.slot_blocks.iterator + rank * width, cute.make_layout(width))
-            self.tasks.sum_slots(self.tasks.prefix_at(base), slot_blocks, tid % 32)
+            self.tasks.sum_slots(self.tasks.prefix_at(base), slot_blocks, lane)
+        if warp == WARPS - 2:
+            arriving = self.write_transfers(tables, work, home_of, rank, lane, chunk == 0)
+            if lane == 0:
+                ready[0] = arriving
+
+    def arriving(self, base):
+        """int32 [1] in shared memory, bit i: replica slot i's weights arrive in this launch."""
+        return cute.make_tensor(base + self.tasks.num_words, cute.make_layout(1))
 
     @cute.jit
     def write(
@@ -104,41 +125,50 @@ class OwnTables:
         segments: Segments,
         tables: PlanTables,
         work: WorkAddresses,
-        home_of: cute.Tensor,
         chunk: Int32,
         rank: Int32,
         epoch: Int32,
         tid: Int32,
     ):
-        """The tables of this rank but for the counters, shared out over its chunks; has no barrier.
+        """Tasks, padding rows and header of this rank, shared out over its chunks; has no barrier.
 
         Args:
-            base: shared-memory pointer to int32 [num_words], as ``prepare`` left it.
+            base: as ``prepare`` left it.
             segments: the plan's segments.
             tables: the plan.
             work: where to write.
-            home_of: int32 [E], home slot of every expert.
             chunk: this block's chunk.
             rank: this rank.
             epoch: launch number.
             tid: thread index.
         """
-        width, home_slots, lane = self.search.slots_per_rank, self.search.experts_per_rank, tid % 32
-        prefix = self.tasks.prefix_at(base)
-        writer = (chunk == 0) & (tid // 32 == WARPS - 1)
-        arriving = self.write_transfers(tables, work, home_of, rank, lane, writer)
+        width = self.search.slots_per_rank
+        prefix, arriving = self.tasks.prefix_at(base), self.arriving(base)[0]
         tasks = doubles(work.tasks, self.bounds.max_tasks)
-        first, step = self.share(chunk, tid)
-        for group in cutlass.range(first, prefix.groups[width], step):
-            self.tasks.write_group(prefix, tasks, group, Kind.FC1, arriving, home_slots, lane)
-            self.tasks.write_group(prefix, tasks, group, Kind.FC2, arriving, home_slots, lane)
+        self.write_groups(prefix, tasks, Kind.FC1, arriving, chunk, tid)
+        self.write_groups(prefix, tasks, Kind.FC2, arriving, chunk, tid)
         self.pad_rows(segments, tables, work, chunk, rank, tid)
-        if writer & (lane == 0):
+        if (chunk == 0) & (tid == THREADS - 1):
             header = words(work.header, HEADER_WORDS)
             header[int(WorkHeader.NUM_TASKS)] = prefix.fc1[width] + prefix.fc2[width]
             header[int(WorkHeader.NUM_BLOCKS)] = prefix.blocks[width]
             header[int(WorkHeader.NUM_TRANSFERS)] = tables.transfer_first[rank + 1] - tables.transfer_first[rank]
             header[int(WorkHeader.LAUNCH)] = epoch
+
+    @cute.jit
+    def write_groups(
+        self,
+        prefix: TaskPrefix,
+        tasks: cute.Tensor,
+        kind: cutlass.Constexpr,
+        arriving: Int32,
+        chunk: Int32,
+        tid: Int32,
+    ):
+        """Words of one product, one warp a group."""
+        first, step = self.share(chunk, tid, WARPS - 1 - int(kind))
+        for group in cutlass.range(first, prefix.groups[self.search.slots_per_rank], step):
+            self.tasks.write_group(prefix, tasks, group, kind, arriving, self.search.experts_per_rank, tid % 32)
 
     @cute.jit
     def clear_counters(self, work: WorkAddresses, chunk: Int32, tid: Int32):
@@ -156,7 +186,7 @@ class OwnTables:
         rows, lane = self.search.block_rows, tid % 32
         peers = doubles(work.peers, PEER_WORDS * self.search.num_ranks)
         row_source = words(peers[rank * PEER_WORDS + int(Peer.ROW_SOURCE)], self.bounds.max_rows)
-        first, step = self.share(chunk, tid)
+        first, step = self.share(chunk, tid, WARPS - 3)
         for expert in cutlass.range(first, self.search.num_experts, step):
             num = tables.expert_rows[expert]
             if num % rows > 0:

@@ -324,14 +324,14 @@ class Planner:
         tables, own_base = plan_tables(self.search, self.at(region, "plan")), base + self.routes.num_words
         self.routes.load_plan(base, tables, tid)
         if const_expr(self.forward is not None):
-            self.own.prepare(own_base, tables, rank, tid)
+            experts = self.search.num_experts
+            home_of = words(self.at(region, "homes") + 4 * experts, experts)
+            self.own.prepare(own_base, tables, work, home_of, chunk, rank, tid)
         arch.sync_threads()
         self.mark_chunk(region, Mark.LOADED, chunk, tid)
         if const_expr(self.forward is not None):
-            experts = self.search.num_experts
-            home_of = words(self.at(region, "homes") + 4 * experts, experts)
             _, segments = self.routes.views(base)
-            self.own.write(own_base, segments, tables, work, home_of, chunk, rank, epoch, tid)
+            self.own.write(own_base, segments, tables, work, chunk, rank, epoch, tid)
         self.routes.write(base, addresses, batch, chunk, rank, tid)
         self.mark_chunk(region, Mark.ROUTED, chunk, tid)
 
