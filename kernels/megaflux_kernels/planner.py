@@ -104,7 +104,11 @@ class Planner:
         self.kernel(
             ids, ids_stride, num_tokens, resident, region, region_stride, first_rank, *options, budget_ns
         ).launch(
-            grid=[1 + self.shape.num_chunks, local_ranks, 1], block=[THREADS, 1, 1], cooperative=True, stream=stream
+            grid=[1 + self.shape.num_chunks, local_ranks, 1],
+            block=[THREADS, 1, 1],
+            cooperative=True,
+            min_blocks_per_mp=1,
+            stream=stream,
         )
 
     @cute.kernel
