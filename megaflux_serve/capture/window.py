@@ -1,0 +1,351 @@
+"""Sealed windows: a set of records that never changes again, with its demand ready for RoutePack.
+
+Decides what may be sealed together and makes the seal appear whole or not at all. Knows no ranks and no plans. Sealing
+writes no routes: the records stay in their shards, and the window lists them with their checksums beside the demand
+that was counted as they finished, so that its time does not grow with the routes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflux_serve.capture.frame import Damage, Entry, checksum
+from megaflux_serve.capture.record import Int32Array, ReplayRecord
+from megaflux_serve.capture.store import ReplayStore, sync_folder, write_all
+from megaflux_serve.errors import ConfigError, InputError
+
+VERSION = 1
+UNFINISHED = ".sealing-"
+"""How the name of a seal that is being written begins; one that stays behind was killed and is removed."""
+NAMED_IN_ERRORS = 5
+
+
+@dataclass(frozen=True)
+class WindowRecord:
+    """One record of a window: where it lies, and its labels.
+
+    Attributes:
+        shard, offset, size: its frame.
+        checksum: of its content; a record that reads differently is refused.
+        id, group, task, weights_version, prompt_tokens, output_tokens, num_valid: as in the record.
+    """
+
+    shard: str
+    offset: int
+    size: int
+    checksum: int
+    id: str
+    group: str
+    task: str
+    weights_version: str
+    prompt_tokens: int
+    output_tokens: int
+    num_valid: int
+
+
+@dataclass(frozen=True)
+class SealedWindow:
+    """A window, ordered by record id.
+
+    Attributes:
+        store: where its records lie.
+        name: of its folder below ``windows``.
+        sequence: 1 for the first window of the store, then counting up.
+        sealed_at: UTC, ISO 8601.
+        records: N records.
+        counts: int32 [N, L, E], the demand; mapped from the file, not writable.
+        lengths: int64 [N], tokens, prompt and output.
+        damages: what could not be read in the store when the window was sealed, as text.
+    """
+
+    store: ReplayStore
+    name: str
+    sequence: int
+    sealed_at: str
+    records: tuple[WindowRecord, ...]
+    counts: Int32Array
+    lengths: NDArray[np.int64]
+    damages: tuple[str, ...]
+
+    def read(self, index: int) -> ReplayRecord:
+        """Record ``index`` with its routes.
+
+        Raises:
+            InputError: it is damaged, or no longer the record that was sealed.
+        """
+        wanted = self.records[index]
+        record = self.store.read(wanted.shard, wanted.offset, wanted.size)
+        if (record.id, checksum(record)) != (wanted.id, wanted.checksum):
+            source = f"window {self.name!r}, {wanted.shard}, byte {wanted.offset}"
+            raise InputError(
+                source, f"holds another content of record {record.id!r}", f"record {wanted.id!r} as sealed"
+            )
+        return record
+
+    def __iter__(self) -> Iterator[ReplayRecord]:
+        """Records with their routes, one in memory at a time."""
+        return (self.read(index) for index in range(len(self.records)))
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+
+def seal(
+    store: ReplayStore,
+    name: str,
+    *,
+    ids: Collection[str] | None = None,
+    weights_versions: Collection[str] | None = None,
+    verify: bool = True,
+) -> SealedWindow:
+    """Seal a window; it is there whole when this returns, whatever happens before.
+
+    1. Choose records: those of ``ids``, else every one that no window holds, of ``weights_versions`` where given.
+    2. Refuse missing records, two contents under one id, and weights versions that were not asked for.
+    3. Check the checksum of every body. 4. Write demand and list under a temporary name, flush, rename.
+
+    Args:
+        store: an open store; writers may go on writing.
+        name: of the window, a plain file name that no window has.
+        ids: the records to seal; one that another window holds may be sealed again.
+        weights_versions: versions that may be in the window; None allows one version, whichever.
+        verify: read every body (3). Without it damage shows when a record is read.
+
+    Raises:
+        ConfigError: the name is taken or no plain file name, or there is nothing to seal.
+        InputError: a refusal of (2) or (3), naming records.
+    """
+    if not name or name.startswith(".") or "/" in name:
+        raise ConfigError("window", name, "a plain file name that does not begin with a dot")
+    folder = store.folder / "windows" / name
+    with _seal_lock(store):
+        if folder.exists():
+            raise ConfigError("window", name, "a name that no window has")
+        for leftover in folder.parent.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(leftover)
+        entries, damages = store.scan()
+        earlier = [_manifest(store, other) for other in window_names(store)]
+        sealed = {record["id"] for manifest in earlier for record in manifest["records"]} if ids is None else set()
+        chosen = _choose(entries, sealed, ids, weights_versions)
+        _refuse_missing(chosen, ids, damages)
+        unique = _unique(chosen)
+        _refuse_mixed_versions(unique, weights_versions)
+        if verify:
+            _refuse_damaged(store, unique)
+        sequence = 1 + max((manifest["sequence"] for manifest in earlier), default=0)
+        _write(store, folder, sequence, unique, damages)
+    return open_window(store, name)
+
+
+def window_names(store: ReplayStore) -> list[str]:
+    """Names of the sealed windows, oldest first."""
+    paths = [path.parent for path in (store.folder / "windows").glob("*/window.json")]
+    names = [path.name for path in paths if not path.name.startswith(".")]
+    return sorted(names, key=lambda name: int(_manifest(store, name)["sequence"]))
+
+
+def open_window(store: ReplayStore, name: str | None = None) -> SealedWindow:
+    """A sealed window; the newest where no name is given.
+
+    Raises:
+        ConfigError: there is no such window.
+        InputError: it is damaged.
+    """
+    names = window_names(store)
+    if not names or (name is not None and name not in names):
+        raise ConfigError("window", name, f"one of {', '.join(names)}" if names else "a sealed window; there is none")
+    manifest = _manifest(store, name or names[-1])
+    folder = store.folder / "windows" / (name or names[-1])
+    arrays = {file: _array(folder / file, digest) for file, digest in manifest["arrays"].items()}
+    records = tuple(WindowRecord(**record) for record in manifest["records"])
+    return SealedWindow(
+        store,
+        folder.name,
+        manifest["sequence"],
+        manifest["sealed_at"],
+        records,
+        arrays["counts.npy"],
+        arrays["lengths.npy"],
+        tuple(manifest["damages"]),
+    )
+
+
+def window_demand(folder: Path, name: str | None = None) -> tuple[Int32Array, NDArray[np.int64]]:
+    """What ``routepack.demand.Demand.of`` takes: counts int32 [N, L, E] and lengths int64 [N].
+
+    Args:
+        folder: a store, or the folder of one of its windows.
+        name: of the window; the newest of the store by default.
+
+    Raises:
+        ConfigError: there is no such window.
+        InputError: the folder is no store, or the window is damaged.
+    """
+    if name is None and (folder / "window.json").exists():
+        folder, name = folder.resolve().parents[1], folder.resolve().name
+    window = open_window(ReplayStore(folder), name)
+    return window.counts, window.lengths
+
+
+def _choose(
+    entries: Sequence[Entry], sealed: set[str], ids: Collection[str] | None, versions: Collection[str] | None
+) -> list[Entry]:
+    if ids is not None:
+        wanted = set(ids)
+        return [entry for entry in entries if entry.id in wanted]
+    pending = [entry for entry in entries if entry.id not in sealed]
+    return pending if versions is None else [entry for entry in pending if entry.weights_version in set(versions)]
+
+
+def _refuse_missing(chosen: Sequence[Entry], ids: Collection[str] | None, damages: Sequence[Damage]) -> None:
+    lost = "; ".join(map(str, damages[:NAMED_IN_ERRORS]))
+    lost = f"; the store has damage: {lost}" if lost else ""
+    if ids is None and not chosen:
+        raise ConfigError("window", [], f"at least one record that no window holds{lost}")
+    missing = sorted(set(ids or ()) - {entry.id for entry in chosen})
+    if missing:
+        raise InputError("ids", f"{_some(missing)} not in the store", f"records of the store{lost}")
+
+
+def _unique(chosen: Sequence[Entry]) -> list[Entry]:
+    """One entry an id, by id; a record that was written twice with the same content counts once."""
+    by_id: dict[str, Entry] = {}
+    for entry in chosen:
+        first = by_id.setdefault(entry.id, entry)
+        if _content(first) != _content(entry):
+            raise InputError(
+                f"record {entry.id!r}",
+                f"is in {first.shard}, byte {first.offset}, and with other content in {entry.shard}, "
+                f"byte {entry.offset}",
+                "one content an id",
+            )
+    return [by_id[id] for id in sorted(by_id)]
+
+
+def _content(entry: Entry) -> tuple[Any, ...]:
+    labels = entry.group, entry.task, entry.weights_version
+    return (*labels, entry.prompt_tokens, entry.output_tokens, entry.num_valid, entry.checksum)
+
+
+def _refuse_mixed_versions(entries: Sequence[Entry], versions: Collection[str] | None) -> None:
+    found = Counter(entry.weights_version for entry in entries)
+    allowed = set(versions) if versions is not None else {next(iter(found))}
+    if set(found) - allowed:
+        counted = ", ".join(f"{version!r} in {count} records" for version, count in sorted(found.items()))
+        wanted = ", ".join(map(repr, sorted(versions))) if versions is not None else "one version, or weights_versions"
+        raise InputError("weights versions", counted, wanted)
+
+
+def _refuse_damaged(store: ReplayStore, entries: Sequence[Entry]) -> None:
+    damaged = [
+        f"{entry.id!r} in {entry.shard}, byte {entry.offset}"
+        for entry in entries
+        if zlib.crc32(store.read_body(entry)) != entry.crc_body
+    ]
+    if damaged:
+        raise InputError("records", f"{_some(damaged)} damaged", "undamaged records; seal the others by their ids")
+
+
+def _write(
+    store: ReplayStore, folder: Path, sequence: int, entries: Sequence[Entry], damages: Sequence[Damage]
+) -> None:
+    counts = np.empty((len(entries), store.model.row_shape[0], store.model.num_experts), dtype="<i4")
+    for row, entry in zip(counts, entries, strict=True):
+        row[:] = store.read_counts(entry)
+    lengths = np.array([entry.num_tokens for entry in entries], dtype="<i8")
+    files = {"counts.npy": _npy(counts), "lengths.npy": _npy(lengths)}
+    manifest = {
+        "version": VERSION,
+        "sequence": sequence,
+        "sealed_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "arrays": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
+        "damages": list(map(str, damages)),
+        "records": [{name: getattr(entry, name) for name in WindowRecord.__annotations__} for entry in entries],
+    }
+    files["window.json"] = (json.dumps(manifest) + "\n").encode()
+    for shard in {entry.shard for entry in entries}:
+        _sync(store.folder / "shards" / shard)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=UNFINISHED))
+    try:
+        for name, data in files.items():
+            with (temporary / name).open("wb", buffering=0) as file:
+                write_all(file.fileno(), data)
+                os.fsync(file.fileno())
+        temporary.chmod(0o755)
+        sync_folder(temporary)
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary)
+        raise
+    sync_folder(folder.parent)
+
+
+def _manifest(store: ReplayStore, name: str) -> dict[str, Any]:
+    source = store.folder / "windows" / name / "window.json"
+    try:
+        manifest: dict[str, Any] = json.loads(source.read_bytes())
+        version = manifest["version"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(str(source), f"cannot be read ({error})", "a sealed window") from error
+    if version != VERSION:
+        raise InputError(str(source), f"has version {version}", f"version {VERSION}")
+    return manifest
+
+
+def _array(path: Path, digest: str) -> NDArray[Any]:
+    try:
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise InputError(str(path), f"cannot be read ({error})", "an array of a sealed window") from error
+    if found != digest:
+        raise InputError(str(path), "is damaged: its SHA-256 is not the one sealed", "an undamaged array")
+    return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+
+
+def _npy(array: NDArray[Any]) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    return buffer.getvalue()
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _seal_lock(store: ReplayStore) -> Iterator[None]:
+    """One seal at a time; a killed process lets go of the lock."""
+    file = os.open(store.folder / "seal.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few of a list, and how many more."""
+    more = f" and {len(names) - NAMED_IN_ERRORS} more" if len(names) > NAMED_IN_ERRORS else ""
+    verb = "is" if len(names) == 1 else "are"
+    return f"{', '.join(names[:NAMED_IN_ERRORS])}{more} {verb}"
+
+
+__all__ = ["SealedWindow", "WindowRecord", "open_window", "seal", "window_demand", "window_names"]

@@ -1,0 +1,386 @@
+"""The store and its windows under faults: kills, full disks, damaged bytes, two contents of one id, mixed weights."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaflux_serve.capture import (
+    ModelShape,
+    ReplayRecord,
+    ReplayStore,
+    open_window,
+    seal,
+    window_demand,
+    window_names,
+)
+from megaflux_serve.errors import ConfigError, InputError
+from megaflux_serve.routepack.demand import Demand
+from tests.oracles.replay_routes import random_routes
+
+MODEL = ModelShape(num_experts=16, top_k=3, num_layers=4)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def record(id: str, seed: int = 0, tokens: int = 40, version: str = "7", task: str = "") -> ReplayRecord:
+    routes = random_routes(seed, tokens - 1, 4, 16, 3)
+    return ReplayRecord.of(
+        id, routes, MODEL, prompt_tokens=5, output_tokens=tokens - 5, weights_version=version, task=task
+    )
+
+
+def filled(folder: Path, ids: str = "abcdef") -> ReplayStore:
+    """A store with a record for each letter, whose routes are seeded by the letter."""
+    store = ReplayStore.create(folder, MODEL)
+    with store.writer() as writer:
+        for id in ids:
+            writer.append(record(id, ord(id)))
+    return store
+
+
+def found_ids(store: ReplayStore) -> list[str]:
+    return [entry.id for entry in store.scan()[0]]
+
+
+def in_killed_processes(*works: Callable[[], None]) -> None:
+    """Run each of ``works`` in a process of its own that ends by SIGKILL, at the latest when the work is done."""
+    children = []
+    for work in works:
+        children.append(os.fork())
+        if children[-1] == 0:
+            try:
+                work()
+            finally:
+                os.kill(os.getpid(), signal.SIGKILL)
+    assert all(os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL for child in children)
+
+
+def test_records_of_many_processes_are_all_there(tmp_path: Path) -> None:
+    store = ReplayStore.create(tmp_path, MODEL)
+
+    def write(process: int) -> None:
+        with store.writer(shard_bytes=4000) as writer:
+            for i in range(20):
+                writer.append(record(f"{process}-{i}", process * 20 + i))
+
+    in_killed_processes(*(partial(write, process) for process in range(3)))
+    entries, damages = store.scan()
+    assert sorted(entry.id for entry in entries) == sorted(f"{p}-{i}" for p in range(3) for i in range(20))
+    assert damages == []
+    assert len({entry.shard for entry in entries}) > 3
+    for found in store.records():
+        process, i = map(int, found.id.split("-"))
+        assert np.array_equal(found.routes, record(found.id, process * 20 + i).routes)
+
+
+@pytest.mark.parametrize("written", [1, 30, 36, 90, 400, -1])
+def test_a_kill_inside_a_write_loses_that_record_only_and_names_it(tmp_path: Path, written: int) -> None:
+    store = filled(tmp_path, "ab")
+
+    def work() -> None:
+        with store.writer() as writer:
+            writer.append(record("c"))
+            os_write = os.write
+
+            def write_a_part(file: int, data: bytes) -> int:
+                os_write(file, data[:written])
+                os.kill(os.getpid(), signal.SIGKILL)
+                return 0
+
+            os.write = write_a_part  # type: ignore[assignment]
+            writer.append(record("the last"))
+
+    in_killed_processes(work)
+    entries, damages = store.scan()
+    assert [entry.id for entry in entries if entry.id != "c"] == ["a", "b"]
+    assert "c" in found_ids(store)
+    assert len(damages) == 1
+    assert damages[0].is_tail
+    assert damages[0].record_id == ("the last" if written not in (1, 30, 36) else "")
+    filled(tmp_path, "d")
+    assert sorted(found_ids(store)) == ["a", "b", "c", "d"]
+
+
+def test_a_kill_at_any_time_keeps_every_record_that_was_appended(tmp_path: Path) -> None:
+    script = (
+        "import sys, itertools; from pathlib import Path; from tests.core.test_capture_store import *\n"
+        "writer = ReplayStore.create(Path(sys.argv[1]), MODEL).writer(shard_bytes=20000)\n"
+        "for i in itertools.count(): writer.append(record(str(i), i)); print(i, flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": "."},
+    )
+    assert process.stdout is not None
+    said = [process.stdout.readline() for _ in range(30)]
+    process.kill()
+    said += process.stdout.readlines()
+    process.wait()
+    store = ReplayStore(tmp_path)
+    entries, damages = store.scan()
+    appended = [int(line) for line in said if line.endswith(b"\n")]
+    assert set(map(str, appended)) <= {entry.id for entry in entries}
+    assert len(entries) - len(appended) <= 1
+    assert len(damages) <= 1
+    assert all(np.array_equal(found.routes, record(found.id, int(found.id)).routes) for found in store.records())
+
+
+def test_a_record_still_being_written_is_no_damage(tmp_path: Path) -> None:
+    store = filled(tmp_path, "a")
+    writer = store.writer()
+    writer.append(record("b"))
+    file = writer._file
+    assert file is not None
+    os.write(file, b"MFRR half a frame")
+    assert (sorted(found_ids(store)), store.scan()[1]) == (["a", "b"], [])
+    os.close(file)
+    assert len(store.scan()[1]) == 1
+
+
+def test_a_full_disk_leaves_the_store_as_it_was_and_the_writer_usable(tmp_path: Path) -> None:
+    store = ReplayStore.create(tmp_path, MODEL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with store.writer() as writer:
+        writer.append(record("a"))
+        writer.append(record("b"))
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (writer.num_bytes + 100, limits[1]))
+            with pytest.raises(OSError, match="File too large"):
+                writer.append(record("c"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        shard = next((tmp_path / "shards").iterdir())
+        assert shard.stat().st_size == writer.num_bytes
+        assert (found_ids(store), store.scan()[1]) == (["a", "b"], [])
+        writer.append(record("d"))
+    assert (found_ids(store), store.scan()[1]) == (["a", "b", "d"], [])
+
+
+def test_a_shard_cut_anywhere_keeps_what_is_whole(tmp_path: Path) -> None:
+    store = filled(tmp_path, "abc")
+    shard = next((tmp_path / "shards").iterdir())
+    data, ends = shard.read_bytes(), [entry.end for entry in store.scan()[0]]
+    for length in [*range(0, len(data), 37), *ends, *(end - 1 for end in ends)]:
+        shard.write_bytes(data[:length])
+        entries, damages = ReplayStore(tmp_path).scan()
+        assert [entry.id for entry in entries] == list("abc"[: sum(end <= length for end in ends)])
+        assert len(damages) == (length not in (0, *ends))
+        assert all(damage.is_tail for damage in damages)
+
+
+@settings(max_examples=80, derandomize=True, deadline=None)
+@given(where=st.floats(0, 1, exclude_max=True), mask=st.integers(1, 255))
+def test_a_flipped_byte_costs_one_record_which_is_named(
+    where: float, mask: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("store")
+    before = filled(folder).scan()[0]
+    shard = next((folder / "shards").iterdir())
+    data = bytearray(shard.read_bytes())
+    at = int(where * len(data))
+    data[at] ^= mask
+    shard.write_bytes(data)
+    hit = next(entry for entry in before if entry.offset <= at < entry.end)
+    store = ReplayStore(folder)
+    entries, damages = store.scan()
+    for entry in entries:
+        if entry.id == hit.id:
+            with pytest.raises(InputError, match=f"{shard.name}, byte {hit.offset}"):
+                store.read(entry.shard, entry.offset, entry.size)
+        else:
+            found = store.read(entry.shard, entry.offset, entry.size)
+            assert np.array_equal(found.routes, record(entry.id, ord(entry.id)).routes)
+    assert {entry.id for entry in entries} | {hit.id} == set("abcdef")
+    if hit.id not in {entry.id for entry in entries}:
+        assert [(damage.offset, damage.size) for damage in damages] == [(hit.offset, hit.size)]
+
+
+def test_a_window_holds_the_demand_of_its_records_in_order_of_their_ids(tmp_path: Path) -> None:
+    store = filled(tmp_path, "dacb")
+    window = seal(store, "first")
+    assert [entry.id for entry in window.records] == list("abcd")
+    assert window.lengths.tolist() == [40] * 4
+    for row, found in zip(window.counts, window, strict=True):
+        assert np.array_equal(row, record(found.id, ord(found.id)).counts)
+    demand = Demand.of(*window_demand(tmp_path))
+    assert demand.counts.sum() == 4 * 39 * 4 * 3
+    assert np.array_equal(window_demand(tmp_path / "windows" / "first")[0], window.counts)
+
+
+def test_a_window_takes_what_no_window_holds(tmp_path: Path) -> None:
+    store = filled(tmp_path, "ab")
+    seal(store, "z")
+    filled(tmp_path, "cd")
+    assert [entry.id for entry in seal(store, "a").records] == ["c", "d"]
+    assert window_names(store) == ["z", "a"]
+    assert open_window(store).name == "a"
+    with pytest.raises(ConfigError, match="at least one record that no window holds"):
+        seal(store, "b")
+    with pytest.raises(ConfigError, match="a name that no window has"):
+        seal(store, "z")
+    assert [entry.id for entry in seal(store, "again", ids=["a", "d"]).records] == ["a", "d"]
+
+
+def test_every_kill_inside_a_seal_leaves_no_window_and_the_next_seal_works(tmp_path: Path) -> None:
+    store = filled(tmp_path, "abc")
+    num_syncs = 0
+    while True:
+        survived = tmp_path / "survived"
+
+        def work(allowed: int = num_syncs, survived: Path = survived) -> None:
+            fsync, done = os.fsync, []
+
+            def counted(file: int) -> None:
+                if len(done) == allowed:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                done.append(file)
+                fsync(file)
+
+            os.fsync = counted  # type: ignore[assignment]
+            seal(store, f"window {allowed}")
+            survived.touch()
+
+        in_killed_processes(work)
+        if survived.exists():
+            break
+        is_whole = f"window {num_syncs}" in window_names(store)
+        if is_whole:  # killed after the rename: all there, and nothing is left to seal
+            assert len(open_window(store)) == 3
+            survived.touch()
+            break
+        assert window_names(store) == []
+        num_syncs += 1
+    assert num_syncs >= 4
+    assert not list((tmp_path / "windows").glob(".sealing-*"))
+    assert [entry.id for entry in open_window(store).records] == list("abc")
+
+
+def test_a_full_disk_during_a_seal_leaves_no_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = filled(tmp_path, "abc")
+
+    def full(file: int, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megaflux_serve.capture.window.write_all", full)
+    with pytest.raises(OSError, match="No space left"):
+        seal(store, "w")
+    assert list((tmp_path / "windows").iterdir()) == []
+    monkeypatch.undo()
+    assert len(seal(store, "w")) == 3
+
+
+def test_one_id_with_one_content_from_two_writers_counts_once(tmp_path: Path) -> None:
+    filled(tmp_path, "ab")
+    store = filled(tmp_path, "bc")
+    assert [entry.id for entry in seal(store, "w").records] == list("abc")
+
+
+def test_one_id_with_two_contents_is_refused_and_both_are_named(tmp_path: Path) -> None:
+    store = filled(tmp_path, "ab")
+    with store.writer() as writer:
+        writer.append(record("b", seed=1))
+    shards = {entry.shard for entry in store.scan()[0] if entry.id == "b"}
+    with pytest.raises(InputError, match=r"record 'b': is in .* and with other content in ") as caught:
+        seal(store, "w")
+    assert all(shard in str(caught.value) for shard in shards)
+    assert window_names(store) == []
+    assert [entry.id for entry in seal(store, "w", ids=["a"]).records] == ["a"]
+
+
+def test_mixed_weights_are_refused_unless_asked_for(tmp_path: Path) -> None:
+    store = filled(tmp_path, "ab")
+    with store.writer() as writer:
+        writer.append(record("c", version="8"))
+    with pytest.raises(InputError, match="weights versions: '7' in 2 records, '8' in 1 records"):
+        seal(store, "w")
+    with pytest.raises(InputError, match="weights versions"):
+        seal(store, "w", ids=["a", "c"], weights_versions=["7"])
+    assert [entry.id for entry in seal(store, "new", weights_versions=["8"]).records] == ["c"]
+    assert [entry.id for entry in seal(store, "both", ids="abc", weights_versions=["7", "8"]).records] == list("abc")
+
+
+def test_a_missing_record_is_named_with_the_damage_of_the_store(tmp_path: Path) -> None:
+    filled(tmp_path, "abc")
+    shard = next((tmp_path / "shards").iterdir())
+    shard.write_bytes(shard.read_bytes()[:-3])
+    with pytest.raises(InputError, match=r"ids: c is not in the store.*record 'c': the file ends inside a record"):
+        seal(ReplayStore(tmp_path), "w", ids="abc")
+    window = seal(ReplayStore(tmp_path), "w")
+    assert [entry.id for entry in window.records] == ["a", "b"]
+    assert len(window.damages) == 1
+    assert "record 'c'" in window.damages[0]
+
+
+def test_damaged_bodies_are_found_when_sealing_and_when_reading(tmp_path: Path) -> None:
+    store = filled(tmp_path, "abc")
+    entry = store.scan()[0][1]
+    window = seal(store, "sound")
+    shard = tmp_path / "shards" / entry.shard
+    data = bytearray(shard.read_bytes())
+    data[entry.body_at + 5] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(InputError, match=r"'b' in .* is damaged"):
+        seal(store, "w", ids="abc")
+    with pytest.raises(InputError, match=f"{entry.shard}, byte {entry.offset}"):
+        window.read(1)
+    assert window.read(2).id == "c"
+
+
+def test_a_damaged_window_is_refused(tmp_path: Path) -> None:
+    store = filled(tmp_path, "abc")
+    seal(store, "w")
+    counts = tmp_path / "windows" / "w" / "counts.npy"
+    data = bytearray(counts.read_bytes())
+    data[-1] ^= 1
+    counts.write_bytes(data)
+    with pytest.raises(InputError, match=r"counts.npy: is damaged"):
+        open_window(store)
+
+
+def test_a_store_of_another_model_or_version_is_refused(tmp_path: Path) -> None:
+    store = filled(tmp_path, "a")
+    with pytest.raises(ConfigError, match="model"):
+        ReplayStore.create(tmp_path, ModelShape(8, 2, 2))
+    routes = random_routes(0, 3, 2, 8, 2)
+    other = ReplayRecord.of("x", routes, ModelShape(8, 2, 2), prompt_tokens=2, output_tokens=2)
+    with store.writer() as writer, pytest.raises(InputError, match="as the store"):
+        writer.append(other)
+    (tmp_path / "store.json").write_text((tmp_path / "store.json").read_text().replace('"version": 1', '"version": 2'))
+    with pytest.raises(InputError, match="is megaflux-replay version 2"):
+        ReplayStore(tmp_path)
+    with pytest.raises(InputError, match="a replay store"):
+        ReplayStore(tmp_path / "windows")
+
+
+def test_sealing_goes_on_while_writers_append(tmp_path: Path) -> None:
+    store = ReplayStore.create(tmp_path, MODEL)
+    child = os.fork()
+    if child == 0:
+        with store.writer(shard_bytes=6000) as writer:
+            for i in range(60):
+                writer.append(record(f"{i:02}", i))
+        os._exit(0)
+    sealed: list[str] = []
+    while True:
+        ended = os.waitpid(child, os.WNOHANG)[0]
+        if set(found_ids(store)) - set(sealed):
+            sealed += [entry.id for entry in seal(store, f"w{len(sealed)}").records]
+        if ended:
+            break
+        time.sleep(0.001)
+    assert sealed == [f"{i:02}" for i in range(60)]
