@@ -11,6 +11,7 @@ counts; values are means over windows.
 * ``rows``, ``expert_pct``, ``dense_pct``: rows, and the two costs with DP-local FFD under the same placement as 100.
 * ``global_excess_pct``, ``row_local_excess_pct``: what is left of Table 6's excess terms.
 * ``plan_s``: wall-clock seconds of the whole plan on two threads; for baselines, of building their layout.
+* ``proposals_m``: millions of moves that the search proposed in its time.
 
 Planners: ``routepack``, ``reschedule`` (identity placement kept, Table 6), ``paper-population`` (64 chains, two levels,
 1.28 M proposals, at least eight parents), ``routepack-curve`` (the first five windows, several budgets), and the
@@ -93,6 +94,12 @@ def plan(demand: Demand, case: Case, search: SearchOptions, placement: Placement
     return plan_window(demand, None, case.topology, options)
 
 
+def planned(made: WindowPlan, setting: Setting, ffd: Layout, identity: Setting) -> dict[str, float]:
+    """``metrics`` of a plan, and how many moves it took."""
+    measured = metrics(setting, made.layout, ffd, identity, sum(made.seconds.values()))
+    return {**measured, "proposals_m": sum(made.proposals) / 1e6}
+
+
 def measure_window(demand: Demand, case: Case, window: int) -> Iterator[tuple[str, float, dict[str, float]]]:
     """(planner, budget, metrics) of every planner on one window; budget 0 where there is no search."""
     made = plan(demand, case, SearchOptions(budget_s=BUDGET_S))
@@ -100,10 +107,10 @@ def measure_window(demand: Demand, case: Case, window: int) -> Iterator[tuple[st
     repaired = Setting.of(demand, case, made.placement, window)
     choice = choose_rows(demand.lengths, case.topology)
     ffd = global_ffd(demand.lengths, case.topology, choice)
-    yield "routepack", BUDGET_S, metrics(repaired, made.layout, ffd, identity, sum(made.seconds.values()))
+    yield "routepack", BUDGET_S, planned(made, repaired, ffd, identity)
 
     kept = plan(demand, case, SearchOptions(budget_s=BUDGET_S), KEEP_PLACEMENT)
-    yield "reschedule", BUDGET_S, metrics(identity, kept.layout, ffd, identity, sum(kept.seconds.values()))
+    yield "reschedule", BUDGET_S, planned(kept, identity, ffd, identity)
 
     baselines: tuple[tuple[str, Callable[[], Layout]], ...] = (
         ("dp-local-ffd", lambda: dp_local_ffd(demand.lengths, case.topology, window)),
@@ -118,15 +125,15 @@ def measure_window(demand: Demand, case: Case, window: int) -> Iterator[tuple[st
 
     if window < CURVE_WINDOWS:
         old = plan(demand, case, PAPER_POPULATION)
-        yield "paper-population", 0.0, metrics(repaired, old.layout, ffd, identity, sum(old.seconds.values()))
+        yield "paper-population", 0.0, planned(old, repaired, ffd, identity)
         for budget in CURVE_S:
             timed = plan(demand, case, SearchOptions(budget_s=budget))
-            measured = metrics(repaired, timed.layout, ffd, identity, sum(timed.seconds.values()))
-            yield "routepack-curve", budget, measured
+            yield "routepack-curve", budget, planned(timed, repaired, ffd, identity)
 
 
 def measure(case: Case) -> tuple[list[ResultRow], list[float]]:
     """Rows of a model, and RoutePack's joint saving window by window."""
+    plan(next(case.windows(1)), case, SearchOptions(budget_s=0.01))  # compiles, or loads the compiled code
     collected: dict[tuple[str, float], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     windows = case.windows(case.num_windows)
     for window, demand in enumerate(track(windows, f"{case.model}: windows", case.num_windows, transient=True)):

@@ -24,7 +24,7 @@ from megaflux_serve.routepack.communication import rank_copies
 from megaflux_serve.routepack.demand import Int32Array
 from megaflux_serve.routepack.score import Problem, score
 
-UNITS = {"rows": "1", "plan_s": "s", "joint_cost": "1", "late_moves": "1", "moves": "1"}
+UNITS = {"rows": "1", "plan_s": "s", "proposals_m": "1e6", "joint_cost": "1", "late_moves": "1", "moves": "1"}
 """Units of metrics that are no percentages."""
 
 
