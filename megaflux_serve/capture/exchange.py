@@ -1,0 +1,239 @@
+"""Routes in the forms that training frameworks take, and back: verl, slime, miles, Megatron-core, engine responses.
+
+Decides shapes, dtypes and what stands where there are no routes; docs/replay-format.md has the table. Knows no store.
+No form is written with rows that look like routes and are none: such a row is -1 where the framework knows -1, has a
+mask beside it, or is refused.
+
+A route array has an entry for every layer of the model, dense ones included, except Megatron's, which has one for each
+router. A request of n tokens has n - 1 rows.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflux_serve.capture.record import ModelShape, ReplayRecord
+from megaflux_serve.errors import InputError
+
+Int16Array = NDArray[np.int16]
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+NPY_MAGIC = b"\x93NUMPY"
+STAGE, BLOCK = "pre_dispatch", "decoder"
+"""What Megatron's trace calls the router of an ordinary layer; multi-token prediction layers are another block."""
+
+
+def to_slime(record: ReplayRecord) -> Int32Array:
+    """``rollout_routed_experts`` of a slime sample: int32 [n - 1, layers, k].
+
+    Raises:
+        InputError: a row has no routes; slime would take any filler for routes.
+    """
+    if not record.valid.all():
+        row = int((~record.valid).argmax())
+        raise InputError(f"record {record.id!r}", f"row {row} has no routes", "routes in every row, for slime")
+    return record.expert_ids(np.int32, all_layers=True)
+
+
+def to_miles(record: ReplayRecord) -> Int32Array:
+    """``rollout_routed_experts`` of a miles sample: int32 [n - 1, layers, k], -1 in rows without routes."""
+    return record.expert_ids(np.int32, all_layers=True)
+
+
+def to_verl(
+    records: Sequence[ReplayRecord], prompt_length: int | None = None, response_length: int | None = None
+) -> dict[str, NDArray[Any]]:
+    """The part of a verl batch that R3 replays: prompts padded on the left, responses on the right.
+
+    Args:
+        records: N records.
+        prompt_length, response_length: padded lengths P and R; default: the longest of each.
+
+    Returns:
+        ``routed_experts`` int16 [N, P + R, layers, k], 0 where there are no routes, which is verl's filler;
+        ``attention_mask`` int64 [N, P + R], 1 for each token; ``routes_mask`` bool [N, P + R], True where
+        ``routed_experts`` holds routes: nowhere in padding, and not at the last token of a request.
+
+    Raises:
+        InputError: no records, a record longer than the padded lengths, or expert ids beyond int16.
+    """
+    if not records:
+        raise InputError("records", "there are none", "at least one record")
+    model = records[0].model
+    if model.num_experts > np.iinfo(np.int16).max + 1:
+        raise InputError("num_experts", f"is {model.num_experts}", "at most 32768: verl keeps ids in int16")
+    prompt = max(record.prompt_tokens for record in records) if prompt_length is None else prompt_length
+    response = max(record.output_tokens for record in records) if response_length is None else response_length
+    routes = np.zeros((len(records), prompt + response, model.num_layers, model.top_k), dtype=np.int16)
+    attention, mask = np.zeros(routes.shape[:2], dtype=np.int64), np.zeros(routes.shape[:2], dtype=np.bool_)
+    for i, record in enumerate(records):
+        if record.prompt_tokens > prompt or record.output_tokens > response:
+            lengths = f"{record.prompt_tokens} and {record.output_tokens} tokens"
+            raise InputError(
+                f"record {record.id!r}", f"has {lengths}", f"{prompt} of prompt and {response} of response"
+            )
+        first = prompt - record.prompt_tokens
+        rows = slice(first, first + len(record.routes))
+        attention[i, first : first + record.num_tokens] = 1
+        routes[i, rows] = record.expert_ids(np.int16, all_layers=True, filler=0)
+        mask[i, rows] = record.valid
+    return {"routed_experts": routes, "attention_mask": attention, "routes_mask": mask}
+
+
+def from_verl(batch: Mapping[str, NDArray[Any]]) -> Iterator[Int64Array]:
+    """Routes [n - 1, layers, k] of each row of a verl batch, -1 where ``routes_mask`` says that there are none.
+
+    Args:
+        batch: as ``to_verl`` returns; a batch without ``routes_mask`` has routes at every token but the last.
+
+    Raises:
+        InputError: an array is missing, shapes differ, or a row's tokens are not one piece.
+    """
+    missing = {"routed_experts", "attention_mask"} - batch.keys()
+    if missing:
+        raise InputError("verl batch", f"lacks {sorted(missing)}", "routed_experts and attention_mask")
+    routes, attention = batch["routed_experts"], batch["attention_mask"].astype(np.bool_)
+    if routes.ndim != 4 or routes.shape[:2] != attention.shape:
+        raise InputError(
+            "verl batch", f"has {list(routes.shape)}, {list(attention.shape)}", "[N, S, layers, k] and [N, S]"
+        )
+    for i, tokens in enumerate(attention):
+        places = np.flatnonzero(tokens)
+        if not places.size or places[-1] - places[0] + 1 != places.size:
+            raise InputError("attention_mask", f"row {i} is not one piece", "one run of tokens a row")
+        rows = places[:-1]
+        found = routes[i, rows].astype(np.int64)
+        if "routes_mask" in batch:
+            found[~batch["routes_mask"][i, rows]] = -1
+        yield found
+
+
+def to_router_replay(records: Sequence[ReplayRecord]) -> list[Int64Array]:
+    """What Megatron-core's ``RouterReplay.set_replay_data`` takes: L times int64 [tokens, k], record after record.
+
+    Training forwards all n tokens of a request, so its last one gets a row too, as does a row without routes. Each
+    takes the routes of the nearest row before it that has some, or else of the first after it: that loads no expert
+    which its text does not load, and above all not expert 0. The loss does not see the last token's output.
+
+    Raises:
+        InputError: no records, or a record without any routes.
+    """
+    if not records:
+        raise InputError("records", "there are none", "at least one record")
+    parts = []
+    for record in records:
+        if not record.valid.any():
+            raise InputError(f"record {record.id!r}", "has no row with routes", "at least one row with routes")
+        rows = np.where(record.valid, np.arange(len(record.valid)), -1)
+        source = np.maximum(np.maximum.accumulate(np.append(rows, -1)), int(record.valid.argmax()))
+        parts.append(record.routes[source].astype(np.int64))
+    packed = np.concatenate(parts)
+    return [np.ascontiguousarray(packed[:, layer]) for layer in range(packed.shape[1])]
+
+
+def write_router_trace(records: Iterable[ReplayRecord], file: TextIO) -> int:
+    """Megatron-core's ``router_trace`` JSONL: a step is a record, a line one layer of it. Returns the lines written."""
+    num_lines = 0
+    for step, record in enumerate(records):
+        ids = record.expert_ids(np.int32)
+        for place, layer in enumerate(record.model.moe_layers):
+            line = {
+                "step": step,
+                "stage": STAGE,
+                "block": BLOCK,
+                "layer": layer,
+                "rank": 0,
+                "num_tokens": len(ids),
+                "topk": record.model.top_k,
+                "top_indices": ids[:, place].tolist(),
+            }
+            file.write(json.dumps(line) + "\n")
+            num_lines += 1
+    return num_lines
+
+
+def read_router_trace(file: Iterable[str], model: ModelShape) -> Iterator[tuple[int, Int64Array]]:
+    """Steps of a ``router_trace`` JSONL of one rank, as pairs of step and routes [tokens, L, k].
+
+    Lines of multi-token prediction layers, which are no layers of the model, are passed over.
+
+    Raises:
+        InputError: naming the line: no JSON object, a layer twice or of another shape, or a step without a layer.
+    """
+    step, layers = None, {}
+    for number, text in enumerate(file, 1):
+        try:
+            line = json.loads(text)
+            found, block, layer = line["step"], line["block"], line["layer"]
+            ids = np.asarray(line["top_indices"], dtype=np.int64).reshape(line["num_tokens"], line["topk"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"line {number}", f"cannot be read ({error})", "a line of a router trace") from error
+        if block != BLOCK:
+            continue
+        if step is not None and found != step:
+            yield step, _stack(layers, model, step)
+            layers = {}
+        if layer in layers or layer not in model.moe_layers:
+            raise InputError(
+                f"line {number}", f"layer {layer} again or unknown", f"one line for each of {model.moe_layers}"
+            )
+        step, layers[layer] = found, ids
+    if step is not None:
+        yield step, _stack(layers, model, step)
+
+
+def decode_response(payload: str | bytes, model: ModelShape) -> NDArray[Any]:
+    """The routes in a response of an engine: integers [rows, layers, k].
+
+    Args:
+        payload: base64 of an ``.npy`` file (vLLM's ``routed_experts``), base64 of int32 values for all layers
+            (SGLang's ``meta_info["routed_experts"]``), or the bytes of an ``.npy`` file.
+        model: shape that SGLang's values are read with.
+
+    Raises:
+        InputError: it is none of these.
+    """
+    try:
+        data = (
+            payload
+            if isinstance(payload, bytes) and payload.startswith(NPY_MAGIC)
+            else base64.b64decode(payload, validate=True)
+        )
+        if data.startswith(NPY_MAGIC):
+            return np.asarray(np.load(io.BytesIO(data), allow_pickle=False))
+        return np.frombuffer(data, dtype="<i4").reshape(-1, model.num_layers, model.top_k)
+    except (binascii.Error, ValueError, EOFError) as error:
+        raise InputError(
+            "response", f"cannot be decoded ({error})", "base64 of .npy or int32 routes, or .npy"
+        ) from error
+
+
+def _stack(layers: Mapping[int, Int64Array], model: ModelShape, step: int) -> Int64Array:
+    shapes = {ids.shape for ids in layers.values()}
+    if len(layers) != len(model.moe_layers) or len(shapes) != 1:
+        raise InputError(
+            f"step {step}",
+            f"has layers {sorted(layers)} of shapes {sorted(shapes)}",
+            f"equal shapes for {model.moe_layers}",
+        )
+    return np.stack([layers[layer] for layer in model.moe_layers], axis=1)
+
+
+__all__ = [
+    "decode_response",
+    "from_verl",
+    "read_router_trace",
+    "to_miles",
+    "to_router_replay",
+    "to_slime",
+    "to_verl",
+    "write_router_trace",
+]

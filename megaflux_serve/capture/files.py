@@ -1,0 +1,177 @@
+"""Records to and from files of other frameworks' forms, for the command line and for handing windows on.
+
+Decides names inside the files. The frameworks keep these arrays in memory and define no file for them, so an export is
+an ``.npz`` with the framework's array and, beside it, what is needed to tell the records apart. Holds no pickled
+objects.
+
+=================  ==============================================================================================
+``verl``           ``.npz``: ``routed_experts``, ``attention_mask``, ``routes_mask`` of ``exchange.to_verl``
+``slime, miles``   ``.npz``: ``rollout_routed_experts`` int32 [rows, layers, k] of all records, and ``offsets``
+                   [N + 1]: record i is rows ``offsets[i]:offsets[i + 1]``
+``router-replay``  ``.npz``: ``topk_indices`` int64 [L, tokens, k] and ``offsets`` by tokens; not read back, because
+                   filled rows cannot be told from routes
+``router-trace``   ``.jsonl``, a step a record
+``npy``            read only: ``.npy`` responses of an engine, one a request, or a folder of them
+=================  ==============================================================================================
+
+Every ``.npz`` has ``ids``, ``prompt_tokens``, ``output_tokens`` and the records' labels as arrays [N].
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflux_serve.capture.exchange import (
+    decode_response,
+    from_verl,
+    read_router_trace,
+    to_miles,
+    to_router_replay,
+    to_slime,
+    to_verl,
+    write_router_trace,
+)
+from megaflux_serve.capture.frame import LABELS
+from megaflux_serve.capture.record import ModelShape, ReplayRecord
+from megaflux_serve.capture.store import write_file
+from megaflux_serve.errors import ConfigError, InputError
+
+EXPORTS = ("verl", "slime", "miles", "router-replay", "router-trace")
+IMPORTS = ("verl", "slime", "miles", "router-trace", "npy")
+
+
+def export_records(records: Sequence[ReplayRecord], form: str, path: Path) -> None:
+    """Write records, all in memory at once, to a file that appears whole or not at all.
+
+    Args:
+        records: at least one.
+        form: one of ``EXPORTS``.
+        path: of the file; parents are created.
+
+    Raises:
+        ConfigError: an unknown form.
+        InputError: no records, or records that the form cannot hold.
+    """
+    if form not in EXPORTS:
+        raise ConfigError("form", form, f"one of {', '.join(EXPORTS)}")
+    if not records:
+        raise InputError("records", "there are none", "at least one record")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if form == "router-trace":
+        text = io.StringIO()
+        write_router_trace(records, text)
+        write_file(path, text.getvalue().encode())
+        return
+    file = io.BytesIO()
+    np.savez(file, **_arrays(records, form), **_labels(records))
+    write_file(path, file.getvalue())
+
+
+def import_records(
+    path: Path, form: str, model: ModelShape, prompt_tokens: int | None = None, **labels: str
+) -> Iterator[ReplayRecord]:
+    """Read records one at a time.
+
+    Args:
+        path: a file that ``export_records`` wrote or one like it, or for ``npy`` a response or a folder of them.
+        form: one of ``IMPORTS``.
+        model: shape of the routes.
+        prompt_tokens: prompt length of every request, for files that do not say.
+        labels: of every record, where the file does not say: ``group``, ``task``, ``weights_version``, ``engine``.
+
+    Raises:
+        ConfigError: an unknown form, or no prompt length where the file has none.
+        InputError: naming the file, what it lacks, or the record at fault.
+    """
+    if form not in IMPORTS:
+        raise ConfigError("form", form, f"one of {', '.join(IMPORTS)}")
+    for id, routes, found in _requests(path, form, model):
+        prompt = int(found.pop("prompt_tokens", prompt_tokens or 0))
+        if prompt < 1:
+            raise ConfigError(
+                "prompt_tokens", prompt_tokens, f"the prompt length, 1 or more, which {path} does not say"
+            )
+        output = len(routes) + 1 - prompt
+        yield ReplayRecord.of(id, routes, model, prompt_tokens=prompt, output_tokens=output, **(labels | found))
+
+
+def _arrays(records: Sequence[ReplayRecord], form: str) -> dict[str, NDArray[Any]]:
+    if form == "verl":
+        return to_verl(records)
+    if form == "router-replay":
+        offsets = np.cumsum([0, *(record.num_tokens for record in records)])
+        return {"topk_indices": np.stack(to_router_replay(records)), "offsets": offsets}
+    convert = {"slime": to_slime, "miles": to_miles}[form]
+    offsets = np.cumsum([0, *(len(record.routes) for record in records)])
+    return {"rollout_routed_experts": np.concatenate([convert(record) for record in records]), "offsets": offsets}
+
+
+def _labels(records: Sequence[ReplayRecord]) -> dict[str, NDArray[Any]]:
+    names = ("id", *LABELS, "prompt_tokens", "output_tokens")
+    return {_column(name): np.array([getattr(record, name) for record in records]) for name in names}
+
+
+def _column(name: str) -> str:
+    """Name of the array that holds one field of all records."""
+    return name if name.endswith("tokens") else f"{name}s"
+
+
+def _requests(path: Path, form: str, model: ModelShape) -> Iterator[tuple[str, NDArray[Any], dict[str, Any]]]:
+    """Id, routes, and the fields that the file knows, of each request."""
+    if form == "npy":
+        for file in sorted(path.glob("*.npy")) if path.is_dir() else [path]:
+            yield file.stem, decode_response(_read(file), model), {}
+    elif form == "router-trace":
+        for step, routes in read_router_trace(_read(path).decode(errors="replace").splitlines(), model):
+            yield f"{path.stem}-{step}", routes, {}
+    else:
+        arrays = _load(path)
+        parts = from_verl(arrays) if form == "verl" else _slices(arrays, path)
+        for i, routes in enumerate(parts):
+            found = {name: arrays[_column(name)][i] for name in LABELS if _column(name) in arrays}
+            known: dict[str, Any] = {name: str(value) for name, value in found.items()}
+            if "prompt_tokens" in arrays:
+                known["prompt_tokens"] = arrays["prompt_tokens"][i]
+            yield str(arrays["ids"][i]) if "ids" in arrays else f"{path.stem}-{i}", routes, known
+
+
+def _slices(arrays: dict[str, NDArray[Any]], path: Path) -> Iterator[NDArray[Any]]:
+    missing = {"rollout_routed_experts", "offsets"} - arrays.keys()
+    if missing:
+        raise InputError(str(path), f"lacks {sorted(missing)}", "rollout_routed_experts and offsets")
+    routes, offsets = arrays["rollout_routed_experts"], arrays["offsets"]
+    if (
+        offsets.ndim != 1
+        or not offsets.size
+        or offsets[0] != 0
+        or offsets[-1] != len(routes)
+        or (np.diff(offsets) < 0).any()
+    ):
+        raise InputError(str(path), f"has offsets {offsets[:1]} to {offsets[-1:]}", f"0 to {len(routes)}, rising")
+    for start, stop in pairwise(offsets):
+        yield routes[start:stop]
+
+
+def _load(path: Path) -> dict[str, NDArray[Any]]:
+    try:
+        with np.load(io.BytesIO(_read(path)), allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (ValueError, OSError, EOFError, AttributeError) as error:
+        raise InputError(str(path), f"cannot be read ({error})", "an .npz file without pickled objects") from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(str(path), f"cannot be read ({error})", "a file of routes") from error
+
+
+__all__ = ["EXPORTS", "IMPORTS", "export_records", "import_records"]

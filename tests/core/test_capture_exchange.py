@@ -1,0 +1,221 @@
+"""Routes in the forms of training frameworks and back, value by value, and the figures of a window."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaflux_serve.capture import ModelShape, ReplayRecord
+from megaflux_serve.capture.exchange import (
+    decode_response,
+    from_verl,
+    read_router_trace,
+    to_miles,
+    to_router_replay,
+    to_slime,
+    to_verl,
+    write_router_trace,
+)
+from megaflux_serve.capture.files import export_records, import_records
+from megaflux_serve.capture.profile import layer_profiles, root_jsd, task_distances
+from megaflux_serve.errors import ConfigError, InputError
+from tests.oracles.replay_routes import random_routes
+
+MODEL = ModelShape(num_experts=16, top_k=3, num_layers=4, moe_layers=(1, 3))
+
+
+def record(seed: int, prompt: int, output: int, holes: tuple[int, ...] = ()) -> ReplayRecord:
+    routes = random_routes(seed, prompt + output - 1, 2, 16, 3)
+    routes[list(holes)] = -1
+    return ReplayRecord.of(f"r{seed}", routes, MODEL, prompt_tokens=prompt, output_tokens=output)
+
+
+def all_layers(record: ReplayRecord) -> np.ndarray:
+    """Routes with an entry for every layer, built one entry at a time."""
+    out = np.zeros((len(record.routes), 4, 3), dtype=np.int64)
+    for row in range(len(record.routes)):
+        for place, layer in enumerate((1, 3)):
+            out[row, layer] = record.routes[row, place]
+        if not record.valid[row]:
+            out[row] = -1
+    return out
+
+
+def test_slime_gets_every_layer_as_int32_and_no_row_without_routes() -> None:
+    found = to_slime(record(1, 3, 4))
+    assert found.dtype == np.int32
+    assert np.array_equal(found, all_layers(record(1, 3, 4)))
+    with pytest.raises(InputError, match="record 'r1': row 2 has no routes"):
+        to_slime(record(1, 3, 4, holes=(2, 5)))
+
+
+def test_miles_gets_minus_one_where_there_are_no_routes() -> None:
+    found = to_miles(record(1, 3, 4, holes=(0, 2)))
+    assert found.dtype == np.int32
+    assert np.array_equal(found, all_layers(record(1, 3, 4, holes=(0, 2))))
+
+
+def test_verl_gets_prompts_on_the_left_and_responses_on_the_right() -> None:
+    records = [record(1, 3, 4), record(2, 5, 1, holes=(1,)), record(3, 1, 0)]
+    batch = to_verl(records, prompt_length=6, response_length=5)
+    assert batch["routed_experts"].dtype == np.int16
+    assert batch["routed_experts"].shape == (3, 11, 4, 3)
+    for i, wanted in enumerate(records):
+        first, rows = 6 - wanted.prompt_tokens, all_layers(wanted)
+        tokens = np.zeros(11, dtype=int)
+        tokens[first : first + wanted.num_tokens] = 1
+        assert np.array_equal(batch["attention_mask"][i], tokens)
+        for place in range(11):
+            row = place - first
+            has_routes = 0 <= row < len(rows) and bool(wanted.valid[row])
+            assert batch["routes_mask"][i, place] == has_routes
+            assert np.array_equal(batch["routed_experts"][i, place], rows[row] if has_routes else np.zeros((4, 3)))
+    with pytest.raises(InputError, match="record 'r2': has 5 and 1 tokens; allowed: 4 of prompt and 5 of response"):
+        to_verl(records, prompt_length=4, response_length=5)
+
+
+@settings(max_examples=50, derandomize=True, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6), st.sets(st.integers(0, 9))), min_size=1, max_size=5))
+def test_a_verl_batch_comes_back_as_the_routes_it_was_made_of(lengths: list[tuple[int, int, set[int]]]) -> None:
+    records = [
+        record(seed, prompt, output, tuple(row for row in holes if row < prompt + output - 1))
+        for seed, (prompt, output, holes) in enumerate(lengths)
+    ]
+    for found, wanted in zip(from_verl(to_verl(records)), records, strict=True):
+        assert np.array_equal(found, all_layers(wanted))
+
+
+def test_router_replay_gets_a_row_for_every_token_and_none_goes_to_expert_zero_for_want_of_routes() -> None:
+    records = [record(1, 3, 2, holes=(0, 2)), record(2, 2, 1)]
+    layers = to_router_replay(records)
+    first, second = records[0].routes, records[1].routes
+    assert len(layers) == 2
+    for place, ids in enumerate(layers):
+        assert ids.dtype == np.int64
+        wanted = [first[1], first[1], first[1], first[3], first[3], second[0], second[1], second[1]]
+        assert np.array_equal(ids, np.array(wanted)[:, place])
+    with pytest.raises(InputError, match="record 'r1': has no row with routes"):
+        to_router_replay([record(1, 1, 1, holes=(0,))])
+
+
+def test_a_router_trace_comes_back_as_it_was_written() -> None:
+    records = [record(1, 3, 4, holes=(2,)), record(2, 5, 1)]
+    file = io.StringIO()
+    assert write_router_trace(records, file) == 4
+    lines = file.getvalue().splitlines()
+    assert '"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 1, "rank": 0, "num_tokens": 6' in lines[0]
+    lines.insert(1, lines[0].replace('"decoder"', '"mtp"'))
+    for (step, found), wanted in zip(read_router_trace(lines, MODEL), records, strict=True):
+        assert wanted.id == f"r{step + 1}"
+        assert np.array_equal(found, all_layers(wanted)[:, [1, 3]])
+
+
+def test_a_broken_router_trace_is_refused_by_line_or_step() -> None:
+    file = io.StringIO()
+    write_router_trace([record(1, 3, 4)], file)
+    first, second = file.getvalue().splitlines()
+    with pytest.raises(InputError, match="line 2: layer 1 again"):
+        list(read_router_trace([first, first], MODEL))
+    with pytest.raises(InputError, match=r"step 0: has layers \[1\]"):
+        list(read_router_trace([first], MODEL))
+    with pytest.raises(InputError, match="line 2: cannot be read"):
+        list(read_router_trace([first, second[:-9]], MODEL))
+
+
+def test_responses_of_both_engines_are_decoded() -> None:
+    routes = all_layers(record(1, 3, 4))
+    npy = io.BytesIO()
+    np.save(npy, routes.astype(np.uint8))
+    assert np.array_equal(decode_response(base64.b64encode(npy.getvalue()).decode(), MODEL), routes)
+    assert np.array_equal(decode_response(npy.getvalue(), MODEL), routes)
+    sglang = base64.b64encode(routes.astype("<i4").tobytes()).decode()
+    assert np.array_equal(decode_response(sglang, MODEL), routes)
+    for payload in ("not base64!", base64.b64encode(b"12345").decode(), npy.getvalue()[:20]):
+        with pytest.raises(InputError, match="response: cannot be decoded"):
+            decode_response(payload, MODEL)
+
+
+def test_layer_figures_of_a_small_window() -> None:
+    counts = np.array([[[3, 1, 0, 0]], [[3, 1, 0, 0]]], dtype=np.int32)
+    (layer,) = layer_profiles(counts, num_ranks=2)
+    assert (layer.rows, layer.hottest, layer.idle) == (8, 0, 2)
+    assert layer.kappa == pytest.approx(4 * (0.75**2 + 0.25**2))
+    assert layer.hottest_over_uniform == pytest.approx(3.0)
+    assert layer.rank_max_over_mean == pytest.approx(2.0)
+    with pytest.raises(ConfigError, match="ranks = 3"):
+        layer_profiles(counts, num_ranks=3)
+
+
+def test_the_distance_of_two_distributions_is_that_of_their_definition() -> None:
+    p, q = np.array([6, 2, 0, 2]), np.array([1, 1, 4, 2])
+    mixture = (p / 10 + q / 8) / 2
+
+    def entropy(shares: np.ndarray) -> float:
+        return -sum(share * np.log2(share) for share in shares if share)
+
+    wanted = np.sqrt(entropy(mixture) - (entropy(p / 10) + entropy(q / 8)) / 2)
+    assert root_jsd(p, q) == pytest.approx(wanted, abs=1e-12)
+    assert root_jsd(p, 3 * p) == pytest.approx(0, abs=1e-7)
+    assert root_jsd(np.array([1, 0]), np.array([0, 5])) == pytest.approx(1.0)
+
+
+def test_tasks_are_compared_with_each_other_and_with_themselves() -> None:
+    counts = np.array([[[4, 0]], [[0, 4]], [[4, 0]], [[0, 4]], [[2, 2]]], dtype=np.int32)
+    labels, distances = task_distances(counts, ["math", "code", "math", "code", "logic"], num_ranks=2)
+    assert labels == ["code", "logic", "math"]
+    assert distances[0, 2] == distances[2, 0] == pytest.approx(1.0)
+    assert distances[0, 0] == distances[2, 2] == 0
+    assert np.isnan(distances[1, 1])
+    assert 0 < distances[0, 1] < 1
+
+
+@pytest.mark.parametrize("form", ["verl", "slime", "miles", "router-trace"])
+def test_a_file_of_another_form_comes_back_as_the_records_it_was_made_of(form: str, tmp_path: Path) -> None:
+    holes = () if form == "slime" else (1,)
+    records = [record(1, 3, 4, holes), record(2, 3, 0), record(3, 3, 9, holes)]
+    export_records(records, form, tmp_path / "routes")
+    again = list(import_records(tmp_path / "routes", form, MODEL, prompt_tokens=3))
+    assert [found.id for found in again] == (
+        ["r1", "r2", "r3"] if form != "router-trace" else [f"routes-{i}" for i in range(3)]
+    )
+    for found, wanted in zip(again, records, strict=True):
+        assert (found.prompt_tokens, found.output_tokens) == (wanted.prompt_tokens, wanted.output_tokens)
+        assert np.array_equal(found.expert_ids(), wanted.expert_ids())
+
+
+def test_replay_tensors_of_all_layers_lie_in_one_file(tmp_path: Path) -> None:
+    records = [record(1, 3, 4, (1,)), record(2, 5, 1)]
+    export_records(records, "router-replay", tmp_path / "routes.npz")
+    with np.load(tmp_path / "routes.npz", allow_pickle=False) as arrays:
+        assert np.array_equal(arrays["topk_indices"], np.stack(to_router_replay(records)))
+        assert arrays["offsets"].tolist() == [0, 7, 13]
+        assert arrays["ids"].tolist() == ["r1", "r2"]
+
+
+def test_a_folder_of_responses_is_read_in_order_of_name(tmp_path: Path) -> None:
+    for seed in (2, 1):
+        np.save(tmp_path / f"r{seed}.npy", record(seed, 3, seed).routes)
+    with pytest.raises(ConfigError, match="prompt_tokens = None"):
+        list(import_records(tmp_path, "npy", MODEL))
+    found = list(import_records(tmp_path, "npy", MODEL, prompt_tokens=3, task="math"))
+    assert [(record.id, record.output_tokens, record.task) for record in found] == [
+        ("r1", 1, "math"),
+        ("r2", 2, "math"),
+    ]
+
+
+def test_files_that_hold_no_routes_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"nothing of the kind")
+    for form in ("verl", "slime", "npy", "router-trace"):
+        with pytest.raises(InputError):
+            list(import_records(tmp_path / "a", form, MODEL, prompt_tokens=1))
+    with pytest.raises(InputError, match="cannot be read"):
+        list(import_records(tmp_path / "absent", "verl", MODEL))
+    with pytest.raises(ConfigError, match="form = 'csv'"):
+        export_records([record(1, 3, 4)], "csv", tmp_path / "b")
