@@ -201,7 +201,7 @@ def window_demand(folder: Path, name: str | None = None) -> tuple[Int32Array, ND
     if name is None and (folder / "window.json").exists():
         folder, name = folder.resolve().parents[1], folder.resolve().name
     window = open_window(ReplayStore(folder), name)
-    return window.counts, window.lengths
+    return np.array(window.counts), np.array(window.lengths)
 
 
 def _choose(

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from megaflux_serve import __version__
-from megaflux_serve.cli import routepack
+from megaflux_serve.cli import replay, routepack
 from megaflux_serve.cli.doctor import doctor
 from megaflux_serve.cli.plan import plan
 from megaflux_serve.errors import MegafluxError
@@ -71,6 +71,7 @@ def _root(
 app.command()(plan)
 app.command()(doctor)
 app.add_typer(routepack.app)
+app.add_typer(replay.app)
 
 
 def main() -> None:

@@ -35,7 +35,9 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-Window = Annotated[Path, typer.Argument(help="Window: .npz with counts and lengths, or experts and offsets.")]
+Window = Annotated[
+    Path, typer.Argument(help="Window: .npz with counts and lengths, or experts and offsets; or a store.")
+]
 Ranks = Annotated[int, typer.Option(help="Expert-parallel ranks P.")]
 Slots = Annotated[int, typer.Option(help="Data-parallel slots D.")]
 Capacity = Annotated[int, typer.Option(help="Tokens that a cell holds, C.")]

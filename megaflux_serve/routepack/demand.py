@@ -119,11 +119,17 @@ class Demand:
     def load(cls, path: Path) -> Demand:
         """Read a window from an ``.npz`` file: ``counts`` and ``lengths``, or ``experts`` and ``offsets`` (routes).
 
-        Routes count as many experts as their highest id needs, rounded up to a multiple of 8.
+        A folder is a replay store, whose newest sealed window is read, or the folder of one of its windows. Routes
+        of a file count as many experts as their highest id needs, rounded up to a multiple of 8.
 
         Raises:
             InputError: the file is missing or holds neither pair, or its arrays break ``of`` or ``from_routes``.
+            ConfigError: the store has no sealed window.
         """
+        if path.is_dir():
+            from megaflux_serve.capture.window import window_demand  # loads a codec, which files do without
+
+            return cls.of(*window_demand(path))
         if not path.is_file():
             raise InputError(str(path), "is no file", "an .npz file of a window")
         try:
