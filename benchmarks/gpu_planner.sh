@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Check and time the device planner on a host with Hopper GPUs; results and logs.txt go to $OUT (default ./out).
-#   benchmarks/gpu_planner.sh [tests] [equality] [sanitize] [bench]      default: all, in this order
+#   benchmarks/gpu_planner.sh [tests] [equality] [sanitize] [bench] [calibrate]      default: all, in this order
 # With two GPUs, sanitize runs on the second one while tests and equality run on the first; bench runs alone.
 # Every step has its own time limit. bench is left out after failed tests.
 set -uo pipefail
@@ -44,9 +44,13 @@ sanitize() { # on the last GPU, all tools at once
   return $status
 }
 bench() { LINES_SHOWN=50 step bench 150 "${ranks[@]}" -m benchmarks.bench_planner; }
+calibrate() {
+  MEGAFLUX_CALIBRATION=$work/calibration.json step calibrate 60 \
+    python3 -c 'from megaflux_serve.cli import main; main()' calibrate --hidden 2048 --intermediate 768
+}
 
 steps=("$@")
-[ $# -eq 0 ] && steps=(tests equality sanitize bench)
+[ $# -eq 0 ] && steps=(tests equality sanitize bench calibrate)
 failed=0 background=
 if [ "$gpus" -ge 2 ] && [[ " ${steps[*]} " == *" sanitize "* ]]; then
   sanitize >"$work/sanitize" &

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Valida
 from pydantic_core import ErrorDetails
 
 from megaflux_serve.errors import ConfigError
+from megaflux_serve.planning.calibration import load_costs
 from megaflux_serve.planning.gate import GateCosts
 from megaflux_serve.planning.planner import PlannerOptions
 from megaflux_serve.slots import SlotLayout
@@ -32,7 +33,8 @@ class MegaFluxConfig(BaseModel):
         sticky: replicas stay in slots of their layer from batch to batch. Otherwise all layers share one set of slots
             and every batch copies what it uses: s slots a rank in all instead of s a layer.
         max_tokens: rows of the largest batch of a rank, for which the megakernel's buffers are made.
-        gate: costs by which a plan that does not pay is dropped for the fixed placement; None carries out every plan.
+        gate: costs by which a plan that does not pay is dropped for the fixed placement; None carries out every plan. A
+            name such as "2048x768" (hidden x intermediate) stands for what ``megaflux calibrate`` measured here.
         plan_log: directory for one JSON line a layer and batch (``plan_log.PlanLog``); None writes nothing.
     """
 
@@ -50,7 +52,10 @@ class MegaFluxConfig(BaseModel):
     max_tokens: Annotated[StrictInt, Field(ge=1, description="an integer of at least 1")] = 8192
     gate: Annotated[
         GateCosts | None,
-        Field(description="null or integers block_ns, replica_ns and plan_ns (0 to 10^9), hidden_permille (0 to 1000)"),
+        Field(
+            description="null or integers block_ns, replica_ns and plan_ns (0 to 10^9), hidden_permille (0 to 1000), "
+            "or a calibrated layer such as '2048x768'"
+        ),
     ] = None
     plan_log: Annotated[Path | None, Field(description="null or the path of a directory")] = None
 
@@ -70,8 +75,10 @@ class MegaFluxConfig(BaseModel):
 
     @field_validator("gate", mode="before")
     @classmethod
-    def _costs_are_integers(cls, value: Any) -> Any:
-        """Refuse true, "5" and 5.0, which pydantic would take for integers in a dataclass."""
+    def _read_costs(cls, value: Any) -> Any:
+        """Costs of a calibrated layer; refuse true and 5.0, which pydantic would take for integers in a dataclass."""
+        if isinstance(value, str):
+            return load_costs(value)
         for name, cost in value.items() if isinstance(value, dict) else ():
             if type(cost) is not int:
                 raise ConfigError(name, cost, "an integer")

@@ -70,6 +70,7 @@ def _root(
 
 app.command()(plan)
 app.command()(doctor)
+app.command()(calibrate)
 app.add_typer(routepack.app)
 app.add_typer(replay.app)
 

@@ -1,0 +1,90 @@
+"""The gate's costs as measured on this machine: one small JSON file, an entry a layer shape.
+
+Decides where the file is and what it may hold. Knows nothing of how costs are measured (``megaflux calibrate`` does).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megaflux_serve.errors import ConfigError
+from megaflux_serve.planning.gate import GateCosts
+
+CALIBRATION_VARIABLE = "MEGAFLUX_CALIBRATION"
+"""Environment variable that names the file; default ``~/.cache/megaflux/calibration.json``."""
+
+
+def calibration_path() -> Path:
+    """The file of this machine's measurements."""
+    return Path(os.environ.get(CALIBRATION_VARIABLE) or Path.home() / ".cache" / "megaflux" / "calibration.json")
+
+
+def layer_name(hidden: int, intermediate: int) -> str:
+    """The name of a layer shape in the file and in the option ``gate``, such as ``2048x768``."""
+    return f"{hidden}x{intermediate}"
+
+
+def load_costs(layer: str) -> GateCosts:
+    """The measured costs of a layer shape.
+
+    Args:
+        layer: see ``layer_name``.
+
+    Raises:
+        ConfigError: not measured on this machine, or the file is damaged.
+    """
+    path, measured = calibration_path(), _read()["layers"]
+    if layer not in measured:
+        names = ", ".join(sorted(measured)) or "none"
+        raise ConfigError("layer", layer, f"a layer that `megaflux calibrate` has measured; {path} has {names}")
+    try:
+        return GateCosts(**measured[layer])
+    except TypeError:
+        raise ConfigError("layer", layer, f"the four costs of a gate in {path}; measure it again") from None
+
+
+def store_costs(layer: str, costs: GateCosts, device: str) -> Path:
+    """Add or replace the costs of a layer shape; those of another kind of device are dropped.
+
+    Args:
+        layer: see ``layer_name``.
+        costs: what was measured.
+        device: name of the GPU.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    path, held = calibration_path(), _read()
+    layers = held["layers"] if held["device"] == device else {}
+    content = {"device": device, "layers": {**layers, layer: asdict(costs)}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        json.dump(content, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(file.name, path)
+    return path
+
+
+def _read() -> dict[str, Any]:
+    path = calibration_path()
+    if not path.exists():
+        return {"device": None, "layers": {}}
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        held = None
+    if not isinstance(held, dict) or set(held) != {"device", "layers"} or not isinstance(held["layers"], dict):
+        raise ConfigError(CALIBRATION_VARIABLE, str(path), "a file that `megaflux calibrate` wrote; remove it")
+    return held
+
+
+__all__ = ["CALIBRATION_VARIABLE", "calibration_path", "layer_name", "load_costs", "store_costs"]
