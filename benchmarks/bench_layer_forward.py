@@ -34,9 +34,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megaflux_kernels.forward import TRACE, ForwardConfig
+from megaflux_kernels.forward import TRACE, ForwardConfig, shared_config
 from megaflux_kernels.symmetric import SymmetricMemory
-from megaflux_kernels.worklist import LayerShape, Tiling
+from megaflux_kernels.worklist import LayerShape
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -236,11 +236,16 @@ def check(rig: Rig, tokens: list[int], topk: list[NDArray[np.int64]], plans: dic
     align()
 
 
-def make_rig(name: str, max_tokens: int, config: ForwardConfig) -> Rig:
-    """Buffers of one shape for batches of at most ``max_tokens`` tokens a rank."""
+def layer_shape(name: str, max_tokens: int) -> LayerShape:
+    """A shape for batches of at most ``max_tokens`` tokens a rank; without replica slots where there is one rank."""
     experts, hidden, intermediate, top_k, slots = SHAPES[name]
     ranks = dist.get_world_size()
-    shape = LayerShape(ranks, experts, slots if ranks > 1 else 0, hidden, intermediate, top_k, max_tokens)
+    return LayerShape(ranks, experts, slots if ranks > 1 else 0, hidden, intermediate, top_k, max_tokens)
+
+
+def make_rig(name: str, max_tokens: int, config: ForwardConfig) -> Rig:
+    """Buffers and weights of a shape."""
+    shape = layer_shape(name, max_tokens)
     memories = [SymmetricMemory.rendezvous(size, dist.group.WORLD) for size in memory_sizes(shape, config.tiling)]
     return Rig(shape, config, [(memories[0], memories[1])])
 
@@ -346,11 +351,6 @@ def main() -> None:
     parser.add_argument("--routings", nargs="+", default=["balanced"], choices=ROUTINGS)
     parser.add_argument("--span-ms", type=float, default=250, help="timed part of a sustained run")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="fixed is the base")
-    parser.add_argument("--group", type=int, default=Tiling.group_blocks, help="blocks of a group")
-    parser.add_argument("--lag", type=int, default=Tiling.lag, help="task words that FC2 lags behind FC1")
-    parser.add_argument(
-        "--weight-ctas", type=int, default=ForwardConfig.weight_ctas, help="CTAs that pull weights first"
-    )
     parser.add_argument("--trace", action="store_true", help="record times inside the kernel instead")
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave out the torch peer")
     parser.add_argument("--out", type=Path, default=RESULTS / "layer_forward.json")
@@ -358,12 +358,8 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rows = []
-    config = ForwardConfig(
-        Tiling(group_blocks=options.group, lag=options.lag),
-        weight_ctas=options.weight_ctas,
-        trace=options.trace,
-    )
     for name in options.shapes:
+        config = dataclasses.replace(shared_config(layer_shape(name, max(options.tokens))), trace=options.trace)
         rig = make_rig(name, max(options.tokens), config)
         for tokens in options.tokens:
             for routing in options.routings:

@@ -46,7 +46,16 @@ from megaflux_kernels.pull import PullWarp, Staging
 from megaflux_kernels.ring import READERS, RING_WORDS, Ring, schedule
 from megaflux_kernels.stores import StoreWarp
 from megaflux_kernels.sync.device import words
-from megaflux_kernels.worklist import BLOCK_ROWS, CLUSTER, Counters, LayerShape, Tiling, WorkHeader, work_bounds
+from megaflux_kernels.worklist import (
+    BLOCK_ROWS,
+    CLUSTER,
+    Counters,
+    LayerShape,
+    Tiling,
+    WorkHeader,
+    choose_tiling,
+    work_bounds,
+)
 
 arch = cute.arch
 THREADS = 384  # ptxas refuses m64n256k16 from 416 threads on, whatever setmaxnreg grants
@@ -83,14 +92,14 @@ class ForwardConfig:
             raise ShapeError("tile_columns", self.tiling.tile_columns, "256")
 
 
-def shared_config(num_ranks: int, num_sms: int = 132) -> ForwardConfig:
-    """Launch choices of each of the ranks that share a GPU: one, or several *virtual ranks*.
+def shared_config(shape: LayerShape, num_local: int = 1, num_sms: int = 132) -> ForwardConfig:
+    """Launch choices of each of the ``num_local`` ranks that share a GPU: one, or several *virtual ranks*.
 
     Launches of virtual ranks wait for one another and so must be resident together: each gets an equal, even share of
     the SMs, less a few for the small launches of the other ranks.
     """
-    num_ctas = (num_sms - 4) // num_ranks // CLUSTER * CLUSTER if num_ranks > 1 else num_sms // CLUSTER * CLUSTER
-    return ForwardConfig(num_ctas=num_ctas, weight_ctas=max(1, num_ctas // 8))
+    num_ctas = (num_sms - 4) // num_local // CLUSTER * CLUSTER if num_local > 1 else num_sms // CLUSTER * CLUSTER
+    return ForwardConfig(choose_tiling(shape), num_ctas, max(1, num_ctas // 8))
 
 
 class Forward:

@@ -49,6 +49,9 @@ CLUSTER = 2
 MAX_PIECE_BYTES = 4096
 """A row or a weight tensor crosses a link in pieces of at most this size: one bulk copy, one shared-memory stage."""
 
+GROUP_BYTES = 32 << 20
+"""Most bytes of a large group's rows: beside the weights they stay in an L2 of 50 MB until all tiles are done."""
+
 SOURCE_SHIFT = 24
 """``row_source`` holds the source rank above this bit and ``token * k + choice`` below it."""
 
@@ -166,11 +169,13 @@ class Tiling:
         tile_columns: N extent of a tile. FC1 tiles hold gate and up columns, so they yield half as many activations.
         group_blocks: blocks of one slot whose tiles are computed together, so that weights are reused from L2.
         lag: FC1 task words between the end of a group's FC1 and its FC2, so that FC2 need not wait.
+        mix: spread FC2 words evenly over the FC1 words of the group that follows, rather than put them before these.
     """
 
     tile_columns: int = 256
     group_blocks: int = 8
     lag: int = 128
+    mix: bool = False
 
     def fc1_tiles(self, shape: LayerShape) -> int:
         """N tiles of FC1."""
@@ -179,6 +184,18 @@ class Tiling:
     def fc2_tiles(self, shape: LayerShape) -> int:
         """N tiles of FC2."""
         return -(-shape.hidden // self.tile_columns)
+
+
+def choose_tiling(shape: LayerShape) -> Tiling:
+    """Tiling of a shape: groups of 16 blocks where their rows fit in ``GROUP_BYTES``, else of 8.
+
+    66 pairs of CTAs work on about 8 pairs of blocks by 8 tiles of a group of 16, but on 4 by 16 of a group of 8: the
+    square reads a fifth less of rows and weights. Measured on two H200, sustained, 8192 tokens a rank, the hot experts
+    on one rank, TFLOP/s a GPU with groups of 8 and 16: hidden 7168 and intermediate 2048: 598 and 612; 2048 and 768,
+    where a group is mostly a whole expert: 481 and 481.
+    """
+    rows_bytes = 2 * 16 * BLOCK_ROWS * max(shape.hidden, shape.intermediate)
+    return Tiling(group_blocks=16 if rows_bytes <= GROUP_BYTES else 8)
 
 
 @dataclass(frozen=True)
@@ -312,20 +329,40 @@ def group_word(index: int, first: int, size: int, slot: int, gated: bool, kind: 
     return pack_task(kind, first + pairs * CLUSTER, band * CLUSTER, slot, True, gated)
 
 
-def group_starts(fc1_words: NDArray[np.int64], fc2_words: NDArray[np.int64], lag: int) -> tuple[NDArray[np.int64], ...]:
-    """(start of FC1, start of FC2) of every group in the stream, int64 [g] each.
+@dataclass(frozen=True)
+class Segments:
+    """The stream cut before FC1 of every group and after the last: g + 1 segments, int64 [g + 1] unless noted.
+
+    Segment m holds FC1 of group m (nothing for m = g) and FC2 of the groups that follow FC1 of group m - 1.
+
+    Attributes:
+        start: position of the segment in the stream.
+        fc1: FC1 words of the segment.
+        fc2: FC2 words of the segment.
+        fc2_before: FC2 words of earlier segments.
+        of_fc2: int64 [g], the segment of each group's FC2.
+    """
+
+    start: NDArray[np.int64]
+    fc1: NDArray[np.int64]
+    fc2: NDArray[np.int64]
+    fc2_before: NDArray[np.int64]
+    of_fc2: NDArray[np.int64]
+
+
+def stream_segments(fc1_words: NDArray[np.int64], fc2_words: NDArray[np.int64], lag: int) -> Segments:
+    """Segments of a stream of g groups with ``fc1_words`` and ``fc2_words``, int64 [g] each.
 
     FC2 of group g follows FC1 of group h(g), the first h >= g at whose end ``lag`` more FC1 words than at the end of g
-    have been emitted (the last group if there is none). h never decreases, so both starts are sums of two prefix sums.
+    have been emitted (the last group if there is none). h never decreases, so positions are sums of two prefix sums.
     """
     end = np.cumsum(fc1_words)
     after = np.minimum(np.searchsorted(end, end + lag), max(0, end.size - 1))  # h(g)
-    before_fc2 = np.cumsum(fc2_words) - fc2_words
-    fc2_done = np.searchsorted(
-        after, np.arange(end.size)
-    )  # groups whose FC2 precedes FC1 of group h: those with h(g) < h
-    fc2_prefix = np.concatenate([[0], np.cumsum(fc2_words)])
-    return end - fc1_words + fc2_prefix[fc2_done], end[after] + before_fc2
+    started = np.searchsorted(after, np.arange(end.size + 1))  # groups whose FC2 lies in segments up to m
+    fc2_until = np.concatenate([[0], np.cumsum(fc2_words)])[started]
+    fc2 = np.diff(fc2_until, prepend=0)
+    start = np.concatenate([[0], end]) + fc2_until - fc2
+    return Segments(start, np.append(fc1_words, 0), fc2, fc2_until - fc2, after + 1)
 
 
 def task_stream(
@@ -344,13 +381,21 @@ def task_stream(
     words = {
         kind: np.array([group_words(int(size), n) for size in groups.size], dtype=np.int64) for kind, n in tiles.items()
     }
-    starts = dict(zip(tiles, group_starts(words[Kind.FC1], words[Kind.FC2], tiling.lag), strict=True))
+    segments = stream_segments(words[Kind.FC1], words[Kind.FC2], tiling.lag)
+    fc2_first = np.cumsum(words[Kind.FC2]) - words[Kind.FC2]
     stream = np.full(int(words[Kind.FC1].sum() + words[Kind.FC2].sum()), -1, dtype=np.int64)
     for kind, n in tiles.items():
         for g, (first, size, slot) in enumerate(zip(groups.first, groups.size, groups.slot, strict=True)):
+            m = g if kind == Kind.FC1 else segments.of_fc2[g]
+            fc1, fc2 = segments.fc1[m], segments.fc2[m]
             for i in range(words[kind][g]):
+                if kind == Kind.FC1:
+                    at = i + (i * fc2 // fc1 if tiling.mix else fc2)
+                else:
+                    at = fc2_first[g] - segments.fc2_before[m] + i
+                    at += -(-(at + 1) * fc1 // fc2) if tiling.mix else 0
                 word = group_word(i, int(first), int(size), int(slot), slot in arriving, kind, n)
-                stream[starts[kind][g] + i] = word
+                stream[segments.start[m] + at] = word
     return stream
 
 
@@ -427,15 +472,17 @@ __all__ = [
     "Groups",
     "Kind",
     "LayerShape",
+    "Segments",
     "Tiling",
     "WorkBounds",
     "WorkHeader",
     "block_groups",
+    "choose_tiling",
     "forward_work",
-    "group_starts",
     "group_word",
     "group_words",
     "pack_task",
+    "stream_segments",
     "task_stream",
     "unpack_task",
     "work_bounds",
