@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # Check and time the MoE layer on a host with two Hopper GPUs; logs and results go to $OUT (default ./out).
-#   benchmarks/gpu_layer_forward.sh [check] [layer] [sweep] [trace] [bench] [tokens] [local]     default: all, in this order
-# check: tests on one and two GPUs. layer: the whole layer, planned on the device. sweep: launch choices. trace: times
-# inside the kernel. bench, tokens: the forward kernel's results, by routing and by batch size. local: without a peer.
-# Every step has its own time limit. All logs are appended to $OUT/logs.txt; what a check finds ends the run.
+#   benchmarks/gpu_layer_forward.sh [check] [bench] [layer] [sweep] [tokens] [local] [trace]    default: all, in this order
+# check: short tests on one GPU and on two. bench, tokens: the forward kernel's results, by routing and by batch size.
+# layer: the whole layer, planned on the device. sweep: task orders. local: without a peer. trace: times inside the kernel.
+# Every step has its own time limit. All logs are appended to $OUT/logs.txt; what a check finds ends the run. Rows of
+# bench, tokens and local come together in $OUT/layer_forward.json.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-out}
 mkdir -p "$OUT"
 export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD:$PWD/kernels"
 export CUDA_DEVICE_MAX_CONNECTIONS=32 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 OMP_NUM_THREADS=4
-logs=$(mktemp -d)
-trap 'rm -rf "$logs"' EXIT
+logs=$(mktemp -d) parts=$(mktemp -d)
+trap 'rm -rf "$logs" "$parts"' EXIT
 
 step() { # name, seconds, command...
   local name=$1 limit=$2 begin=$SECONDS
@@ -31,45 +32,62 @@ tests() { # name, seconds, pytest arguments
   shift 2
   step "$name" "$limit" python3 -m pytest -q -o addopts= -W ignore -p no:cacheprovider --tb=short --maxfail=4 "$@"
 }
-ranks() { # number of ranks, name, seconds, script, options
-  local number=$1 name=$2 limit=$3 script=$4
-  shift 4
-  step "$name" "$limit" torchrun --standalone --nproc-per-node "$number" "benchmarks/$script.py" --out "$OUT/$name.json" "$@"
+ranks() { # number of ranks, name, seconds, folder of the results, script, options
+  local number=$1 name=$2 limit=$3 folder=$4 script=$5
+  shift 5
+  step "$name" "$limit" torchrun --standalone --nproc-per-node "$number" "benchmarks/$script.py" --out "$folder/$name.json" "$@"
+}
+part() { # ranks, for rows of layer_forward.json
+  local number=$1 name=$2 limit=$3
+  shift 3
+  ranks "$number" "$name" "$limit" "$parts" bench_layer_forward "$@" || return
+  python3 - "$OUT/layer_forward.json" "$parts"/layer_forward*.json <<'END'
+import sys
+from pathlib import Path
+from benchmarks.harness.rows import merge_results
+merge_results(Path(sys.argv[1]), list(map(Path, sys.argv[2:])))
+END
+  cp "$parts/$name.png" "$OUT"
 }
 
 check() {
-  CUDA_VISIBLE_DEVICES=1 tests megakernel 100 tests/kernels/test_megakernel_gpu.py >"$logs/second" &
+  CUDA_VISIBLE_DEVICES=1 tests megakernel 70 tests/kernels/test_megakernel_gpu.py \
+    -k "mixed or changing or captured" >"$logs/second" &
   local second=$!
-  LINES_SHOWN=40 CUDA_VISIBLE_DEVICES=0 tests forward 100 tests/kernels/test_forward_gpu.py
+  LINES_SHOWN=40 CUDA_VISIBLE_DEVICES=0 tests forward 60 tests/kernels/test_forward_gpu.py -k "equal_fixed or repeat"
   local failed=$?
   wait $second || failed=1
   cat "$logs/second"
-  LINES_SHOWN=40 tests two_gpus 100 tests/kernels/test_megakernel_two_gpus.py || failed=1
   return $failed
 }
-layer() { ranks 2 layer 100 bench_layer --shapes qwen3-30b-a3b deepseek-v3-e64 --routings balanced zipf-3-one-rank; }
-sweep() { LINES_SHOWN=150 ranks 2 layer_forward_sweep 130 sweep_layer_forward --shapes deepseek-v3-e64 qwen3-30b-a3b; }
-trace() {
-  ranks 2 layer_forward_trace 60 bench_layer_forward --trace --shapes qwen3-30b-a3b deepseek-v3-e64 --routings zipf-3-one-rank
-}
 bench() {
-  LINES_SHOWN=120 ranks 2 layer_forward 150 bench_layer_forward \
-    --shapes qwen3-30b-a3b mixtral-8x7b deepseek-v3-e64 olmoe --routings balanced zipf-3 zipf-6 zipf-3-one-rank
+  LINES_SHOWN=80 part 2 layer_forward 85 --span-ms 200 \
+    --shapes qwen3-30b-a3b mixtral-8x7b deepseek-v3-e64 --routings balanced zipf-3-one-rank
+}
+sweep() {
+  LINES_SHOWN=80 ranks 2 layer_forward_sweep 60 "$OUT" sweep_layer_forward --span-ms 200 \
+    --shapes qwen3-30b-a3b mixtral-8x7b
+}
+layer() {
+  LINES_SHOWN=100 ranks 2 layer 100 "$OUT" bench_layer --span-ms 60 --shapes qwen3-30b-a3b deepseek-v3-e64 \
+    --tokens 1024 4096 8192 16384 --routings zipf-3-one-rank balanced
 }
 tokens() {
-  ranks 2 layer_forward_tokens 120 bench_layer_forward --no-peers --shapes qwen3-30b-a3b deepseek-v3-e64 \
-    --tokens 1024 4096 16384 --routings balanced zipf-3-one-rank
+  part 2 layer_forward_tokens 50 --no-peers --variants fixed pipelined --span-ms 100 \
+    --shapes qwen3-30b-a3b deepseek-v3-e64 --tokens 1024 4096 16384 --routings zipf-3-one-rank
 }
-local_floor() {
-  ranks 1 layer_forward_local 60 bench_layer_forward --no-peers --shapes qwen3-30b-a3b mixtral-8x7b deepseek-v3-e64 olmoe
+local_floor() { part 1 layer_forward_local 30 --no-peers --shapes qwen3-30b-a3b mixtral-8x7b deepseek-v3-e64 olmoe; }
+trace() {
+  ranks 2 layer_forward_trace 60 "$OUT" bench_layer_forward --trace --shapes qwen3-30b-a3b deepseek-v3-e64 \
+    --routings zipf-3-one-rank
 }
 
-[ $# -gt 0 ] || set -- check layer sweep trace bench tokens local
+[ $# -gt 0 ] || set -- check bench layer sweep tokens local trace
 for name in "$@"; do
   case $name in
     check) check || exit 1 ;;
     local) local_floor ;;
-    layer | sweep | trace | bench | tokens) "$name" ;;
+    bench | layer | sweep | tokens | trace) "$name" ;;
     *) echo "unknown step $name" >&2; exit 2 ;;
   esac
 done

@@ -108,18 +108,39 @@ def write_results(path: Path, rows: Sequence[ResultRow], context: RunContext) ->
     Raises:
         ValueError: no rows, or the same case and metric twice.
     """
-    if not rows:
+    records = []
+    for row in rows:
+        values = {**row.__dict__, **context.__dict__}
+        records.append(
+            {name: dict(values[name]) if isinstance(values[name], Mapping) else values[name] for name in KEYS}
+        )
+    _write_records(path, records)
+
+
+def merge_results(path: Path, parts: Sequence[Path]) -> None:
+    """Write the rows of several runs of a benchmark, each with its own date and commit, as one file.
+
+    Args:
+        path: the file to write.
+        parts: files that ``write_results`` has written, in the order of their rows.
+
+    Raises:
+        ValueError: no rows, or the same case and metric twice.
+    """
+    _write_records(path, [record for part in parts for record in read_results(part)])
+
+
+def _write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """One record a line; refuses an empty file and a case and metric that occur twice."""
+    if not records:
         raise ValueError(f"{path.name}: there are no rows to write")
     seen: set[str] = set()
-    lines = []
-    for row in rows:
-        key = json.dumps([row.bench, dict(row.case), row.metric], sort_keys=True)
+    for record in records:
+        key = json.dumps([record["bench"], record["case"], record["metric"]], sort_keys=True)
         if key in seen:
             raise ValueError(f"{path.name}: measured twice: {key}")
         seen.add(key)
-        values = {**row.__dict__, **context.__dict__}
-        record = {name: dict(values[name]) if isinstance(values[name], Mapping) else values[name] for name in KEYS}
-        lines.append(json.dumps(record, ensure_ascii=False, allow_nan=False))
+    lines = [json.dumps(record, ensure_ascii=False, allow_nan=False) for record in records]
     write_atomically(path, ("[\n" + ",\n".join(lines) + "\n]\n").encode())
 
 

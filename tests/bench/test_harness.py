@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.harness import ResultRow, RunContext, figure, read_results, summarise, time_call, write_results
+from benchmarks.harness import (
+    ResultRow,
+    RunContext,
+    figure,
+    merge_results,
+    read_results,
+    summarise,
+    time_call,
+    write_results,
+)
 from benchmarks.harness.rows import RESULTS, write_atomically
 from benchmarks.harness.table import results_table
 
@@ -46,6 +56,18 @@ def test_a_value_that_is_not_finite_or_measured_twice_is_refused(tmp_path: Path)
     with pytest.raises(ValueError, match="no rows"):
         write_results(tmp_path / "r.json", [], CONTEXT)
     assert not list(tmp_path.iterdir())
+
+
+def test_runs_of_one_benchmark_are_merged_as_they_were_written(tmp_path: Path) -> None:
+    parts = [tmp_path / "a.json", tmp_path / "b.json"]
+    write_results(parts[0], [ROW], CONTEXT)
+    write_results(
+        parts[1], [ResultRow("planner", {"experts": 64}, "plan_us", 9.0, "us")], replace(CONTEXT, date="later")
+    )
+    merge_results(tmp_path / "merged.json", parts)
+    assert read_results(tmp_path / "merged.json") == [*read_results(parts[0]), *read_results(parts[1])]
+    with pytest.raises(ValueError, match="measured twice"):
+        merge_results(tmp_path / "merged.json", [parts[0], parts[0]])
 
 
 def test_a_file_that_is_not_a_list_of_rows_is_refused(tmp_path: Path) -> None:
