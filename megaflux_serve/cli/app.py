@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from megaflux_serve import __version__
 from megaflux_serve.cli import replay, routepack
+from megaflux_serve.cli.calibrate import calibrate
 from megaflux_serve.cli.doctor import doctor
 from megaflux_serve.cli.plan import plan
 from megaflux_serve.errors import MegafluxError
