@@ -27,9 +27,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megaflux_kernels.worklist import LayerShape
 
-from benchmarks.bench_layer_forward import ROUTINGS, SHAPES, align, burst_ms, gather, routes, say, sustained_ms
-from benchmarks.harness.rows import RESULTS, ResultRow, RunContext, write_results
+from benchmarks.bench_layer_forward import ROUTINGS, SHAPES, align, burst_ms, gather, routes, save, say, sustained_ms
+from benchmarks.harness.rows import RESULTS, ResultRow
 from benchmarks.harness.table import print_table
+from benchmarks.layer_pictures import draw_results
 from benchmarks.layer_rig import expert_weights
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.executors import select_executor
@@ -119,7 +120,10 @@ def run_case(
         if different or not bool(torch.isfinite(expected).all()):
             raise SystemExit(f"{name} {tokens} {routing} {variant}: {different} values differ from fixed")
         plan = plans[variant] = layer.on_device.last_plan()
-        say(f"{name} {tokens} {routing} {variant}: blocks {plan.loads.tolist()}, {len(plan.transfers)} transfers")
+        say(
+            f"{name} {tokens} {routing} {variant}: blocks {plan.loads.tolist()}, {len(plan.transfers)} transfers, "
+            f"{torch.cuda.mem_get_info()[0] / 2**30:.0f} GiB free"
+        )
         for protocol in ("burst", "sustained"):
             value = burst_ms(graph.replay, stream)
             if protocol == "sustained":
@@ -156,10 +160,10 @@ def main() -> None:
             costs: list[GateCosts] = []
             for routing in options.routings:
                 rows += run_case(name, tokens, routing, options, costs)
+            save(options.out, rows)
     if dist.get_rank() == 0:
-        device = f"{dist.get_world_size()} x {torch.cuda.get_device_name()}"
-        write_results(options.out, rows, RunContext.current(device, "torch", "nvidia-cutlass-dsl"))
         print_table(rows, "layer")
+        draw_results(rows, options.out.with_suffix(".png"))
     dist.barrier()
     dist.destroy_process_group()
 

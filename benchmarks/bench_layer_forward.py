@@ -27,7 +27,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +70,13 @@ def say(*words: object) -> None:
     """Print on rank 0."""
     if dist.get_rank() == 0:
         print(f"[{time.monotonic() - START:6.1f}]", *words, flush=True)
+
+
+def save(path: Path, rows: Sequence[ResultRow]) -> None:
+    """Write the rows so far, on rank 0."""
+    if dist.get_rank() == 0:
+        device = f"{dist.get_world_size()} x {torch.cuda.get_device_name()}"
+        write_results(path, rows, RunContext.current(device, "torch", "nvidia-cutlass-dsl"))
 
 
 def gather(value: object) -> list:
@@ -366,9 +373,8 @@ def main() -> None:
                 rows += run_case(rig, name, tokens, routing, options)
         del rig
         torch.cuda.empty_cache()
+        save(options.out, rows)
     if dist.get_rank() == 0:
-        device = f"{dist.get_world_size()} x {torch.cuda.get_device_name()}"
-        write_results(options.out, rows, RunContext.current(device, "torch", "nvidia-cutlass-dsl"))
         print_table(rows, rows[0].bench)
         draw = draw_trace if options.trace else draw_results
         draw(rows, options.out.with_suffix(".png"))

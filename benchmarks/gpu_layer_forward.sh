@@ -3,8 +3,8 @@
 #   benchmarks/gpu_layer_forward.sh [check] [bench] [layer] [sweep] [tokens] [local] [trace]    default: all, in this order
 # check: short tests on one GPU and on two. bench, tokens: the forward kernel's results, by routing and by batch size.
 # layer: the whole layer, planned on the device. sweep: task orders. local: without a peer. trace: times inside the kernel.
-# Every step has its own time limit. All logs are appended to $OUT/logs.txt; what a check finds ends the run. Rows of
-# bench, tokens and local come together in $OUT/layer_forward.json.
+# Every step has its own time limit; a failed one does not end the run, but its exit status is 1. All logs are appended to
+# $OUT/logs.txt; rows of bench, tokens and local come together in $OUT/layer_forward.json.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-out}
@@ -40,14 +40,11 @@ ranks() { # number of ranks, name, seconds, folder of the results, script, optio
 part() { # ranks, for rows of layer_forward.json
   local number=$1 name=$2 limit=$3
   shift 3
-  ranks "$number" "$name" "$limit" "$parts" bench_layer_forward "$@" || return
-  python3 - "$OUT/layer_forward.json" "$parts"/layer_forward*.json <<'END'
-import sys
-from pathlib import Path
-from benchmarks.harness.rows import merge_results
-merge_results(Path(sys.argv[1]), list(map(Path, sys.argv[2:])))
-END
-  cp "$parts/$name.png" "$OUT"
+  ranks "$number" "$name" "$limit" "$parts" bench_layer_forward "$@"
+  local status=$?
+  [ -e "$parts/$name.json" ] || return $status
+  python3 benchmarks/layer_pictures.py "$OUT/layer_forward.json" "$parts"/layer_forward*.json || status=1
+  return $status
 }
 
 check() {
@@ -83,11 +80,12 @@ trace() {
 }
 
 [ $# -gt 0 ] || set -- check bench layer sweep tokens local trace
+failed=0
 for name in "$@"; do
   case $name in
-    check) check || exit 1 ;;
     local) local_floor ;;
-    bench | layer | sweep | tokens | trace) "$name" ;;
+    check | bench | layer | sweep | tokens | trace) "$name" ;;
     *) echo "unknown step $name" >&2; exit 2 ;;
-  esac
+  esac || failed=1
 done
+exit $failed

@@ -1,12 +1,20 @@
-"""Pictures of the layer benchmarks' rows. Knows the names of their cases; measures nothing."""
+"""Pictures of the layer benchmarks' rows. Knows the names of their cases; measures nothing.
+
+    python benchmarks/layer_pictures.py layer_forward.json part.json part.json ...
+
+merges the rows of several runs into the first file and draws those of more than one rank beside it.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness.figure import figure
-from benchmarks.harness.rows import ResultRow
+from benchmarks.harness.rows import ResultRow, merge_results, read_results
 
 STAGES = {
     "peers started": "waits for peers",
@@ -62,3 +70,20 @@ def draw_trace(rows: Sequence[ResultRow], path: Path) -> None:
 
 
 __all__ = ["draw_results", "draw_trace"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Merge result files of the forward layer and draw them.")
+    parser.add_argument("merged", type=Path, help="the file to write")
+    parser.add_argument("parts", type=Path, nargs="+", help="files of single runs")
+    options = parser.parse_args()
+    merge_results(options.merged, options.parts)
+    fields = ResultRow.__dataclass_fields__
+    rows = [ResultRow(**{name: row[name] for name in fields}) for row in read_results(options.merged)]
+    rows = [row for row in rows if row.case["ranks"] != 1]
+    if rows:
+        draw_results(rows, options.merged.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megaflux_kernels.forward import shared_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.bench_layer_forward import ROUTINGS, SHAPES, layer_shape, make_rig, run_case, say
-from benchmarks.harness.rows import RESULTS, RunContext, write_results
+from benchmarks.bench_layer_forward import ROUTINGS, SHAPES, layer_shape, make_rig, run_case, save, say
+from benchmarks.harness.rows import RESULTS
 
 CHOICES = {
     "groups of 8": {"group_blocks": 8},
@@ -53,9 +53,7 @@ def main() -> None:
                 rows.append(dataclasses.replace(row, bench="layer_forward_sweep", case=case))
             del rig
             torch.cuda.empty_cache()
-    if dist.get_rank() == 0:
-        device = f"{dist.get_world_size()} x {torch.cuda.get_device_name()}"
-        write_results(options.out, rows, RunContext.current(device, "torch", "nvidia-cutlass-dsl"))
+            save(options.out, rows)
     dist.barrier()
     dist.destroy_process_group()
 
