@@ -66,14 +66,14 @@ sweep() {
     --shapes qwen3-30b-a3b mixtral-8x7b
 }
 layer() {
-  LINES_SHOWN=100 ranks 2 layer 100 "$OUT" bench_layer --span-ms 60 --shapes qwen3-30b-a3b deepseek-v3-e64 \
+  LINES_SHOWN=100 ranks 2 layer 120 "$OUT" bench_layer --span-ms 60 --shapes qwen3-30b-a3b deepseek-v3-e64 \
     --tokens 1024 4096 8192 16384 --routings zipf-3-one-rank balanced
 }
 tokens() {
   part 2 layer_forward_tokens 50 --no-peers --variants fixed pipelined --span-ms 100 \
-    --shapes qwen3-30b-a3b deepseek-v3-e64 --tokens 1024 4096 16384 --routings zipf-3-one-rank
+    --shapes qwen3-30b-a3b deepseek-v3-e64 --tokens 1024 4096 --routings zipf-3-one-rank
 }
-local_floor() { part 1 layer_forward_local 30 --no-peers --shapes qwen3-30b-a3b mixtral-8x7b deepseek-v3-e64 olmoe; }
+local_floor() { part 1 layer_forward_local 30 --no-peers --shapes qwen3-30b-a3b mixtral-8x7b deepseek-v3-e64; }
 trace() {
   ranks 2 layer_forward_trace 60 "$OUT" bench_layer_forward --trace --shapes qwen3-30b-a3b deepseek-v3-e64 \
     --routings zipf-3-one-rank
