@@ -58,7 +58,7 @@ check() {
   return $failed
 }
 bench() {
-  LINES_SHOWN=80 part 2 layer_forward 85 --span-ms 200 \
+  LINES_SHOWN=80 part 2 layer_forward 90 \
     --shapes qwen3-30b-a3b mixtral-8x7b deepseek-v3-e64 --routings balanced zipf-3-one-rank
 }
 sweep() {
@@ -66,7 +66,7 @@ sweep() {
     --shapes qwen3-30b-a3b mixtral-8x7b
 }
 layer() {
-  LINES_SHOWN=100 ranks 2 layer 120 "$OUT" bench_layer --span-ms 60 --shapes qwen3-30b-a3b deepseek-v3-e64 \
+  LINES_SHOWN=100 ranks 2 layer 130 "$OUT" bench_layer --span-ms 125 --shapes qwen3-30b-a3b deepseek-v3-e64 \
     --tokens 1024 4096 8192 16384 --routings zipf-3-one-rank balanced
 }
 tokens() {
