@@ -36,6 +36,7 @@ class MegaFluxConfig(BaseModel):
         gate: costs by which a plan that does not pay is dropped for the fixed placement; None carries out every plan. A
             name such as "2048x768" (hidden x intermediate) stands for what ``megaflux calibrate`` measured here.
         plan_log: directory for one JSON line a layer and batch (``plan_log.PlanLog``); None writes nothing.
+        capture: folder of a replay store for the routes of every finished request (``capture``); None captures nothing.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -58,6 +59,7 @@ class MegaFluxConfig(BaseModel):
         ),
     ] = None
     plan_log: Annotated[Path | None, Field(description="null or the path of a directory")] = None
+    capture: Annotated[Path | None, Field(description="null or the path of a directory")] = None
 
     @classmethod
     def parse(cls, options: Any) -> MegaFluxConfig:

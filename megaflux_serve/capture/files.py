@@ -70,7 +70,8 @@ def export_records(records: Sequence[ReplayRecord], form: str, path: Path) -> No
         write_file(path, text.getvalue().encode())
         return
     file = io.BytesIO()
-    np.savez(file, **_arrays(records, form), **_labels(records))
+    columns: dict[str, Any] = {**_arrays(records, form), **_labels(records)}
+    np.savez(file, **columns)
     write_file(path, file.getvalue())
 
 

@@ -18,7 +18,7 @@ def register() -> None:
     """
     import logging
 
-    from megaflux_vllm import backend_name, checks, cpu_router, layer, versions
+    from megaflux_vllm import backend_name, capture, checks, cpu_router, layer, versions
 
     version = versions.engine_version()
     if not versions.is_supported(version):
@@ -27,6 +27,7 @@ def register() -> None:
         return
     backend_name.accept()
     checks.check_before_weights_load()
+    capture.install()
     layer.replace_routed_experts()
     cpu_router.provide_missing_operators()
     versions.check_hooks_took(version)

@@ -1,0 +1,149 @@
+"""Routes that the plugin records from real vLLM engines, against a plain transformers forward, row for row."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_runs import COMMON, ENVIRONMENT, OFFLINE_TIMEOUT_S, PROMPTS, PYTHON, TINY_MOE, Server, serve, stop
+
+from megaflux_serve.capture import ReplayRecord, ReplayStore, seal
+
+pytestmark = pytest.mark.engine
+
+NUM_TOKENS = 24
+LABELS = {"megaflux_group": "g", "megaflux_task": "math", "megaflux_weights_version": "3"}
+# Prompts are cut into chunks of at most 16 tokens, and the cache holds about half of what four requests need.
+TIGHT = {
+    "max_num_batched_tokens": 16,
+    "max_num_seqs": 4,
+    "block_size": 16,
+    "num_gpu_blocks_override": 13,
+    "max_model_len": 128,
+}
+
+
+def offline(folder: Path) -> dict[str, Any]:
+    """What ``main`` says after it ran an engine that captures into ``folder / "store"``."""
+    log = folder / "offline.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [PYTHON, __file__, str(folder)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            start_new_session=True,
+        )
+    try:
+        assert process.wait(timeout=OFFLINE_TIMEOUT_S) == 0, log.read_text()[-4000:]
+    finally:
+        stop(process)
+    said: dict[str, Any] = json.loads((folder / "said.json").read_text())
+    return said
+
+
+def token_ids(record: ReplayRecord) -> list[int]:
+    """Prompt and output of a record, which the plugin always keeps."""
+    assert record.token_ids is not None
+    tokens: list[int] = record.token_ids.tolist()
+    return tokens
+
+
+def assert_routes_are_the_models(store: ReplayStore) -> None:
+    """Every row of every record equals the forward of the same tokens."""
+    pytest.importorskip("transformers")
+    from tests.oracles.replay_transformers import route_oracle
+
+    oracle = route_oracle(TINY_MOE)
+    for record in store.records():
+        wanted = oracle(token_ids(record))[:-1]
+        assert record.valid.all()
+        different = np.argwhere((record.routes != wanted).any(axis=2))
+        assert not len(different), f"{record.id}: {len(different)} of {wanted[..., 0].size}, first {different[0]}"
+
+
+def test_offline_routes_with_chunks_prefix_hits_preemption_and_several_samples(tmp_path: Path) -> None:
+    said = offline(tmp_path)
+    assert said["preemptions"] > 0
+    assert said["prefix_hits"] > 0
+    store = ReplayStore(tmp_path / "store")
+    assert (store.model.num_experts, store.model.row_shape) == (16, (4, 2))
+    records = list(store.records())
+    assert sorted(token_ids(record) for record in records) == sorted(said["tokens"])
+    assert {(record.task, record.weights_version, record.group) for record in records} == {("math", "3", "g")}
+    assert_routes_are_the_models(store)
+    assert len(seal(store, "window")) == len(said["tokens"])
+
+
+def test_a_server_with_two_data_parallel_ranks_records_every_request_before_it_answers(tmp_path: Path) -> None:
+    options = json.dumps({"megaflux": {"capture": str(tmp_path / "store")}})
+    flags = ["--moe-backend", "megaflux", "--enable-expert-parallel", "--data-parallel-size", "2"]
+    with serve([*flags, "--additional-config", options], tmp_path / "server.log") as server:
+        answers = complete_with_labels(server, PROMPTS)
+        store = ReplayStore(tmp_path / "store")
+        records = list(store.records())
+    assert sorted(map(len, answers)) == [NUM_TOKENS] * len(PROMPTS)
+    assert sorted(token_ids(record)[record.prompt_tokens :] for record in records) == sorted(answers)
+    assert all((record.task, record.weights_version) == ("math", "3") for record in records)
+    assert_routes_are_the_models(store)
+
+
+def complete_with_labels(server: Server, prompts: Sequence[str]) -> list[list[int]]:
+    """Greedy tokens after each prompt, all sent at once."""
+
+    def complete(prompt: str) -> list[int]:
+        body = {"model": server.model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+        body |= {"return_token_ids": True, "vllm_xargs": LABELS}
+        request = urllib.request.Request(
+            f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as response:
+            tokens: list[int] = json.load(response)["choices"][0]["token_ids"]
+        return tokens
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(complete, prompts))
+
+
+def main(folder: Path) -> None:
+    """The child process of ``offline``: greedy, then samples of prompts that the cache knows."""
+    from vllm import LLM, SamplingParams
+
+    options = {"megaflux": {"capture": str(folder / "store")}}
+    llm = LLM(
+        model=str(TINY_MOE),
+        moe_backend="megaflux",
+        additional_config=options,
+        enable_prefix_caching=True,
+        disable_log_stats=False,
+        **(COMMON | TIGHT),
+    )
+    common = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "extra_args": LABELS}
+    tokens = []
+    for prompts, sampling in (
+        (PROMPTS, SamplingParams(temperature=0, **common)),
+        (PROMPTS[:2], SamplingParams(temperature=1, **common)),
+        (PROMPTS[2:4], SamplingParams(temperature=1, n=3, **common)),
+    ):
+        for output in llm.generate(prompts, sampling, use_tqdm=False):
+            tokens += [[*output.prompt_token_ids, *sample.token_ids] for sample in output.outputs]
+    metrics = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    said = {
+        "tokens": tokens,
+        "preemptions": metrics["vllm:num_preemptions"],
+        "prefix_hits": metrics["vllm:prefix_cache_hits"],
+    }
+    (folder / "said.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
