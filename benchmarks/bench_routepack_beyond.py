@@ -10,10 +10,9 @@ every window from identity placement; means over windows.
   ``full+copies`` adds the communication term with weight 1 to the objective.
 * ``routepack_pipeline``: four pipeline stages; makespan, the rows' sum plus three times the dearest row, saved against
   DP-local FFD under the same placement, when planned without (``full``) and with the pipeline term (``full+bubble``).
-* ``routepack_anytime``: a placement made when a share of the window has finished, shortest trajectories first as
-rollouts
-  end. ``early_excess_pct``: the global excess that it would leave in the whole window. ``late_moves``: experts that
-  still move when the sealed window is planned from it; ``moves``: those of a repair that waits.
+* ``routepack_anytime``: a placement made when a share of the window has finished, shortest trajectories first, as
+  rollouts end. ``early_excess_pct``: the global excess that it would leave in the whole window. ``late_moves``: experts
+  that still move when the sealed window is planned from it; ``moves``: those of a repair that waits.
 
 Run: ``python -m benchmarks.bench_routepack_beyond`` (three minutes); writes results/routepack_beyond.json.
 """

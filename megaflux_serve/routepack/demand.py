@@ -45,9 +45,8 @@ class Demand:
 
         Raises:
             InputError: naming the array and the first offending entry: a wrong shape, NaN or a fraction, a negative
-            count,
-                a count above the trajectory's length (a token selects an expert at most once), or a trajectory whose
-                layers hold different totals (each of its tokens selects the same number of experts in every layer).
+                count, a count above the trajectory's length (a token selects an expert at most once), or a trajectory
+                whose layers hold different totals (each of its tokens selects as many experts in every layer).
         """
         tokens = _whole_numbers(lengths, "lengths", 1).astype(np.int64, copy=False)
         table = _whole_numbers(counts, "demand", 3)

@@ -38,8 +38,7 @@ class SearchOptions:
 
     Attributes:
         proposals: moves proposed over all chains and levels, or of every level, as a timed search recorded them;
-        ignored
-            where ``budget_s`` is set.
+            ignored where ``budget_s`` is set.
         budget_s: wall-clock seconds for annealing instead, above 0.
         members: chains of the population.
         levels: temperature segments; chains are resampled between them.
