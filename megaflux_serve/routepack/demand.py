@@ -92,8 +92,7 @@ class Demand:
             num_experts: logical experts E of a layer.
 
         Raises:
-            InputError: wrong shapes, offsets that do not tile the rows, ids out of range, or an expert twice in a
-            token.
+            InputError: wrong shapes, offsets that do not tile the rows, ids out of range, an expert twice in a token.
         """
         bounds = _whole_numbers(offsets, "offsets", 1).astype(np.int64, copy=False)
         if experts.ndim != 3 or experts.dtype.kind not in "iu":

@@ -66,9 +66,9 @@ class WindowPlan:
         ffd_score: score of global FFD with the same rows and placement, where the search starts.
         bound: no schedule under ``placement`` scores below its total.
         excess: expert excess that is left.
-        proposals: moves that the search proposed in every level; as ``SearchOptions.proposals`` they repeat a timed
-        plan. history: (proposals, best primary score) after seeding and after every level. seconds: wall-clock seconds
-        of each step by name; not part of the decision.
+        proposals: moves proposed in every level; as ``SearchOptions.proposals`` they repeat a timed plan.
+        history: (proposals, best primary score) after seeding and after every level.
+        seconds: wall-clock seconds of each step by name; not part of the decision.
     """
 
     topology: Topology
