@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from matplotlib.ticker import NullFormatter
 from rich.progress import track
 
 from benchmarks.harness import RESULTS, ResultRow, RunContext, cpu_name, figure, print_table, write_results
@@ -143,6 +144,7 @@ def draw(rows: Sequence[ResultRow]) -> None:
             axes[index].scatter([value for _, value in papers], [name for name, _ in papers], marker="|", color="black")
             axes[index].invert_yaxis()
             axes[index].set(title=f"{model}: {metric} (line: the paper)", xscale="log")
+            axes[index].xaxis.set_minor_formatter(NullFormatter())
 
 
 def main() -> None:
