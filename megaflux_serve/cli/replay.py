@@ -213,7 +213,7 @@ def _record_table(store: ReplayStore, entries: list[Entry]) -> Table:
             weights or "-",
             task or "-",
             f"{len(chosen):,}",
-            f"{len({entry.group for entry in chosen}):,}",
+            f"{len({entry.group for entry in chosen if entry.group}):,}",
             f"{tokens:,}",
             f"{sum(entry.num_tokens - 1 - entry.num_valid for entry in chosen):,}",
             f"{sum(entry.size for entry in chosen) / tokens:.1f}",
@@ -265,11 +265,12 @@ def _layer_table(model: ModelShape, layers: list[LayerProfile]) -> Table:
 def _distance_table(labels: list[str], distances: np.ndarray) -> Table:
     title = "root JSD of rank loads between tasks; diagonal: two halves of one task"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", justify="right")
     table.add_column("task")
-    for label in labels:
-        table.add_column(label or "-", justify="right")
-    for label, row in zip(labels, distances, strict=True):
-        table.add_row(label or "-", *("-" if np.isnan(value) else f"{value:.3f}" for value in row))
+    for number in range(1, len(labels) + 1):
+        table.add_column(str(number), justify="right", no_wrap=True)
+    for number, (label, row) in enumerate(zip(labels, distances, strict=True), 1):
+        table.add_row(str(number), label or "-", *("-" if np.isnan(value) else f"{value:.3f}" for value in row))
     return table
 
 

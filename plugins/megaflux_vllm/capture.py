@@ -157,6 +157,8 @@ def _with_routes_returned(create: Any) -> Any:
         if capture_folder(self.additional_config) is not None:
             check_capture(self)
             self.enable_return_routed_experts = True
+            if hasattr(self, "aux_output_config"):  # where 0.32 keeps it once the arguments have been made
+                self.aux_output_config.enable_return_routed_experts = True
         return create(self, *args, **kwargs)
 
     return create_engine_config

@@ -26,10 +26,19 @@ LABELS = {"megaflux_group": "g", "megaflux_task": "math", "megaflux_weights_vers
 TIGHT = {
     "max_num_batched_tokens": 16,
     "max_num_seqs": 4,
-    "block_size": 16,
-    "num_gpu_blocks_override": 13,
+    "block_size": 32,
+    "num_gpu_blocks_override": 8,
     "max_model_len": 128,
 }
+HAS_CONNECTOR = "import importlib.util as u, pathlib as p; f = p.Path(u.find_spec('vllm').origin).parent; "
+HAS_CONNECTOR += "print((f / 'distributed' / 'aux_output_connector').exists())"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _vllm_returns_routes_on_a_cpu() -> None:
+    found = subprocess.run([PYTHON, "-c", HAS_CONNECTOR], capture_output=True, text=True, check=True).stdout
+    if found.strip() == "True":
+        pytest.skip("this vLLM returns routes only from its second model runner, which its CPU build lacks")
 
 
 def offline(folder: Path) -> dict[str, Any]:
