@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megaflux_serve.routepack.compiled import compiled
+from megaflux_serve.routepack.compiled import compiled, compiled_part
 from megaflux_serve.routepack.demand import FloatArray, Int32Array, Int64Array
 from megaflux_serve.routepack.layout import Layout
 from megaflux_serve.routepack.score import Problem
@@ -193,7 +193,7 @@ def _layout_of(state: _State) -> Int32Array:
     return state.seat[state.cell]
 
 
-@compiled
+@compiled_part
 def _draw(bits: Any) -> Any:
     """The next state, uint64, of a xorshift generator."""
     bits ^= bits << np.uint64(13)
@@ -201,14 +201,14 @@ def _draw(bits: Any) -> Any:
     return bits ^ (bits << np.uint64(17))
 
 
-@compiled
+@compiled_part
 def _pick(bits: Any, lane: int, count: int) -> Any:
     """A number below ``count`` (at most 2**16) from 16-bit lane 0 to 3 of random bits, uint64."""
     chunk = (bits >> np.uint64(16 * lane)) & np.uint64(0xFFFF)
     return np.int64((chunk * np.uint64(count)) >> np.uint64(16))
 
 
-@compiled
+@compiled_part
 def _expert_peaks(
     load1: Int32Array, load2: Int32Array, leaves: Int32Array, enters: Int32Array, peaks: Int32Array
 ) -> tuple[Any, Any]:
@@ -241,7 +241,7 @@ def _expert_peaks(
     return sum1, sum2
 
 
-@compiled
+@compiled_part
 def _dense_cost(
     state: _State, unit: int, per_shard: int, cell1: int, new1: FloatArray, cell2: int, new2: FloatArray
 ) -> float:
@@ -261,7 +261,7 @@ def _dense_cost(
     return total
 
 
-@compiled
+@compiled_part
 def _energy(joint: FloatArray, shard_sum: FloatArray, bubble: float) -> float:
     """The scalar that acceptance compares, from J float64 [U] and its sums float64 [G]."""
     most, total = 0.0, 0.0
@@ -277,7 +277,7 @@ def _energy(joint: FloatArray, shard_sum: FloatArray, bubble: float) -> float:
     return (most + TOTAL_SHARE * total) / (1 + TOTAL_SHARE)
 
 
-@compiled
+@compiled_part
 def _shift(load1: Int32Array, load2: Int32Array, leaves: Int32Array, enters: Int32Array) -> None:
     """Let ``leaves`` and ``enters``, int32 [P', X], change places between two loads."""
     for p in range(load1.shape[0]):
@@ -287,7 +287,7 @@ def _shift(load1: Int32Array, load2: Int32Array, leaves: Int32Array, enters: Int
             load2[p, x] -= change
 
 
-@compiled
+@compiled_part
 def _move_one(state: _State, i: int, to: int) -> None:
     """Put trajectory i into another cell; counts, members and positions only."""
     c, at = state.cell[i], state.position[i]
@@ -301,7 +301,7 @@ def _move_one(state: _State, i: int, to: int) -> None:
     state.cell[i] = to
 
 
-@compiled
+@compiled_part
 def _exchange_trajectories(tables: Tables, state: _State, i: int, j: int, k: int, cell1: int, cell2: int) -> None:
     """Move i from cell1 to cell2, and j and k, which may be nobody, the other way; members and dense costs."""
     lengths, weights = tables.lengths, tables.weights
@@ -319,7 +319,7 @@ def _exchange_trajectories(tables: Tables, state: _State, i: int, j: int, k: int
             state.stage_cost[c, s] = weights[s, 0] * state.tokens[c] + weights[s, 1] * state.squares[c]
 
 
-@compiled
+@compiled_part
 def _exchange_cells(state: _State, cell1: int, cell2: int) -> None:
     """Let two cells change seats."""
     seat1, seat2 = state.seat[cell1], state.seat[cell2]

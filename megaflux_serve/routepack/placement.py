@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megaflux_serve.errors import ConfigError, InputError
-from megaflux_serve.routepack.compiled import compiled
+from megaflux_serve.routepack.compiled import compiled, compiled_part
 from megaflux_serve.routepack.demand import FloatArray, Int32Array, Int64Array
 
 
@@ -181,7 +181,7 @@ def assign_slots(owner: Int32Array, slots_before: Int32Array, experts_per_rank: 
     return slots
 
 
-@compiled
+@compiled_part
 def _closest_pair(x: Int64Array, y: Int64Array, target: float) -> tuple[int, int, float]:
     """Positions in ascending ``x`` and ``y`` with ``x - y`` closest to ``target``, and that distance."""
     i, j, best_i, best_j = 0, 0, 0, 0
@@ -197,7 +197,7 @@ def _closest_pair(x: Int64Array, y: Int64Array, target: float) -> tuple[int, int
     return best_i, best_j, best
 
 
-@compiled
+@compiled_part
 def _best_pair(x: Int64Array, y: Int64Array, above_p: float, above_q: float, landing: bool) -> tuple[int, int, float]:
     """The best swap between two ranks whose loads lie ``above_p`` and ``above_q`` above the mean: positions and
     gain."""
@@ -218,7 +218,7 @@ def _best_pair(x: Int64Array, y: Int64Array, above_p: float, above_q: float, lan
     return best_i, best_j, best
 
 
-@compiled
+@compiled_part
 def _replace(values: Int64Array, experts: Int64Array, position: int, value: int, expert: int) -> None:
     """Put (value, expert) in place of the entry at ``position`` of an ascending list, keeping it sorted."""
     while position > 0 and values[position - 1] > value:
@@ -241,7 +241,7 @@ def _repair_layers(
     return owners
 
 
-@compiled
+@compiled_part
 def _repair_layer(
     load: Int64Array,
     home: Int32Array,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflux_serve.routepack.compiled import compiled
+from megaflux_serve.routepack.compiled import compiled, compiled_part
 from megaflux_serve.routepack.demand import FloatArray, Int32Array, Int64Array
 from megaflux_serve.routepack.layout import Layout
 from megaflux_serve.routepack.rows import balance_bins
@@ -92,7 +92,7 @@ def _deal_to_shards(joint: FloatArray, num_shards: int) -> Int64Array:
     return np.array(members, dtype=np.int64).T.reshape(-1)
 
 
-@compiled
+@compiled_part
 def _peak(load: Int32Array, extra: Int32Array, busiest: Int32Array) -> int:
     """Sum over layers of the busiest rank of ``load + extra``, int32 [P', X]; ``busiest`` int32 [X] is scratch."""
     busiest[:] = 0
