@@ -118,19 +118,20 @@ def seal(
     """Seal a window; it is there whole when this returns, whatever happens before.
 
     1. Choose records: those of ``ids``, else every one that no window holds, of ``weights_versions`` where given.
-    2. Refuse missing records, two contents under one id, and weights versions that were not asked for.
-    3. Check the checksum of every body. 4. Write demand and list under a temporary name, flush, rename.
+    2. Read every body and leave out damaged copies of records that have a sound one. 3. Refuse missing and damaged
+    records, two contents under one id, and weights versions that were not asked for. 4. Write demand and list under a
+    temporary name, flush, rename.
 
     Args:
         store: an open store; writers may go on writing.
         name: of the window, a plain file name that no window has.
         ids: the records to seal; one that another window holds may be sealed again.
         weights_versions: versions that may be in the window; None allows one version, whichever.
-        verify: read every body (3). Without it damage shows when a record is read.
+        verify: read every body (2). Without it damage shows when a record is read.
 
     Raises:
         ConfigError: the name is taken or no plain file name, or there is nothing to seal.
-        InputError: a refusal of (2) or (3), naming records.
+        InputError: a refusal of (3), naming records.
     """
     if not name or name.startswith(".") or "/" in name:
         raise ConfigError("window", name, "a plain file name that does not begin with a dot")
@@ -145,10 +146,8 @@ def seal(
         sealed = {record["id"] for manifest in earlier for record in manifest["records"]} if ids is None else set()
         chosen = _choose(entries, sealed, ids, weights_versions)
         _refuse_missing(chosen, ids, damages)
-        unique = _unique(chosen)
+        unique = _unique(_sound(store, chosen) if verify else chosen)
         _refuse_mixed_versions(unique, weights_versions)
-        if verify:
-            _refuse_damaged(store, unique)
         sequence = 1 + max((manifest["sequence"] for manifest in earlier), default=0)
         _write(store, folder, sequence, unique, damages)
     return open_window(store, name)
@@ -253,14 +252,14 @@ def _refuse_mixed_versions(entries: Sequence[Entry], versions: Collection[str] |
         raise InputError("weights versions", counted, wanted)
 
 
-def _refuse_damaged(store: ReplayStore, entries: Sequence[Entry]) -> None:
-    damaged = [
-        f"{entry.id!r} in {entry.shard}, byte {entry.offset}"
-        for entry in entries
-        if zlib.crc32(store.read_body(entry)) != entry.crc_body
-    ]
+def _sound(store: ReplayStore, chosen: Sequence[Entry]) -> list[Entry]:
+    """The entries whose body matches its checksum; each id has at least one."""
+    sound = [entry for entry in chosen if zlib.crc32(store.read_body(entry)) == entry.crc_body]
+    ids = {entry.id for entry in sound}
+    damaged = [f"{entry.id!r} in {entry.shard}, byte {entry.offset}" for entry in chosen if entry.id not in ids]
     if damaged:
         raise InputError("records", f"{_some(damaged)} damaged", "undamaged records; seal the others by their ids")
+    return sound
 
 
 def _write(

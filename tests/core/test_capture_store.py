@@ -338,6 +338,10 @@ def test_damaged_bodies_are_found_when_sealing_and_when_reading(tmp_path: Path) 
         seal(store, "w", ids="abc")
     with pytest.raises(InputError, match=f"{entry.shard}, byte {entry.offset}"):
         window.read(1)
+    filled(tmp_path, "b")
+    again = seal(store, "w", ids="abc")
+    assert again.records[1].shard != entry.shard
+    assert [found.id for found in again] == list("abc")
     assert window.read(2).id == "c"
 
 

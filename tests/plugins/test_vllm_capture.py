@@ -93,10 +93,12 @@ def test_offline_routes_with_chunks_prefix_hits_preemption_and_several_samples(t
     assert len(seal(store, "window")) == len(said["tokens"])
 
 
-def test_a_server_with_two_data_parallel_ranks_records_every_request_before_it_answers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", ["--data-parallel-size", "--tensor-parallel-size"])
+def test_a_server_with_two_ranks_records_every_request_before_it_answers(ranks: str, tmp_path: Path) -> None:
     options = json.dumps({"megaflux": {"capture": str(tmp_path / "store")}})
-    flags = ["--moe-backend", "megaflux", "--enable-expert-parallel", "--data-parallel-size", "2"]
+    flags = ["--moe-backend", "megaflux", "--enable-expert-parallel", ranks, "2"]
     with serve([*flags, "--additional-config", options], tmp_path / "server.log") as server:
+        begin_and_hang_up(server, PROMPTS[0])
         answers = complete_with_labels(server, PROMPTS)
         store = ReplayStore(tmp_path / "store")
         records = list(store.records())
@@ -121,6 +123,16 @@ def complete_with_labels(server: Server, prompts: Sequence[str]) -> list[list[in
 
     with ThreadPoolExecutor(len(prompts)) as pool:
         return list(pool.map(complete, prompts))
+
+
+def begin_and_hang_up(server: Server, prompt: str) -> None:
+    """A long request whose client goes away after the first token; vLLM aborts it, and it is not recorded."""
+    body = {"model": server.model, "prompt": prompt, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        response.readline()
 
 
 def main(folder: Path) -> None:
