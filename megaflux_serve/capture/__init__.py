@@ -9,19 +9,19 @@
     demand = Demand.of(window.counts, window.lengths)  # what RoutePack plans from
     for record in window: ...  # streams
 
-``record`` says what a valid record is, ``frame`` its bytes, ``store`` files and crashes, ``window`` seals,
-``exchange`` the forms of training frameworks, ``profile`` the figures of a window. docs/replay-format.md specifies the
-bytes.
+``record`` says what a valid record is, ``frame`` its bytes, ``store`` files and crashes, ``sealing`` and ``window`` the
+windows, ``exchange`` and ``files`` the forms of training frameworks, ``profile`` and ``picture`` the figures of a window.
+docs/replay-format.md specifies the bytes.
 """
 
 from megaflux_serve.capture.frame import Damage, Entry
 from megaflux_serve.capture.record import ModelShape, ReplayRecord
+from megaflux_serve.capture.sealing import seal
 from megaflux_serve.capture.store import ReplayStore, StoreWriter
 from megaflux_serve.capture.window import (
     SealedWindow,
     WindowRecord,
     open_window,
-    seal,
     window_demand,
     window_names,
 )

@@ -22,8 +22,9 @@ from megaflux_serve.capture.files import EXPORTS, IMPORTS, export_records, impor
 from megaflux_serve.capture.frame import Damage, Entry
 from megaflux_serve.capture.profile import LayerProfile, layer_profiles, task_distances
 from megaflux_serve.capture.record import ModelShape
+from megaflux_serve.capture.sealing import seal
 from megaflux_serve.capture.store import ReplayStore
-from megaflux_serve.capture.window import SealedWindow, open_window, seal, window_names
+from megaflux_serve.capture.window import SealedWindow, open_window, window_names
 from megaflux_serve.cli.render import progress, write_atomically
 from megaflux_serve.errors import ConfigError, InputError
 
