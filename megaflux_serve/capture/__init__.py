@@ -10,7 +10,7 @@
     for record in window: ...  # streams
 
 ``record`` says what a valid record is, ``frame`` its bytes, ``store`` files and crashes, ``sealing`` and ``window`` the
-windows, ``exchange`` and ``files`` the forms of training frameworks, ``profile`` and ``picture`` the figures of a window.
+windows, ``exchange`` and ``files`` the forms of training frameworks, ``profile`` and ``picture`` the figures.
 docs/replay-format.md specifies the bytes.
 """
 
