@@ -6,8 +6,8 @@ One process a GPU. Plans and tables are made on the host beforehand (the planner
 the copy of the hidden states into the symmetric buffer. A step is the forward kernel and the combine, replayed as CUDA
 graphs with the two small launches that number it and clear its counters; the slowest rank counts.
 
-Protocols: *burst*, the median of single steps after 50 ms of rest, ranks aligned and links awake; *sustained*, the mean
-over 250 ms of steps back to back, where the power limit sets the clock.
+Protocols: *burst*, the median of single steps after 50 ms of rest, ranks aligned and links awake; *sustained*,
+after 0.5 s of rest the mean over the second 250 ms of steps back to back, where the power limit sets the clock.
 
 Variants: ``fixed``, the placement without replicas; ``staged``, the plan with the transfer in a launch before;
 ``pipelined``, the plan with the transfer inside; ``resident``, the plan with its weights already there;
@@ -51,6 +51,9 @@ from megaflux_serve.routing import kappa
 
 MATRIX_TFLOPS, MEMORY_GBPS, LINK_GBPS = 788.0, 4300.0, 394.0
 """Ceilings measured on an H200: cuBLAS 8192 cubed, device copy (read + write), copy engine over NVLink a direction."""
+
+REST_S = 0.5
+"""Seconds of rest before every sustained run: without it, its speed depended on what had run before."""
 
 LIMIT = 0.005
 
@@ -149,6 +152,8 @@ def burst_ms(step: Callable[[], None], stream: torch.cuda.Stream, repeats: int =
 def sustained_ms(step: Callable[[], None], stream: torch.cuda.Stream, estimate_ms: float, span_ms: float) -> float:
     """Mean of the second half of a run back to back, slowest rank, milliseconds; as many steps on every rank."""
     count = max(10, int(span_ms / max(gather(estimate_ms))))
+    time.sleep(REST_S)
+    align()
     events = []
     with torch.cuda.stream(stream):
         for i in range(2 * count):
@@ -366,8 +371,7 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rows = []
     for name in options.shapes:
-        config = dataclasses.replace(shared_config(layer_shape(name, max(options.tokens))), trace=options.trace)
-        rig = make_rig(name, max(options.tokens), config)
+        rig = make_rig(name, max(options.tokens), dataclasses.replace(shared_config(), trace=options.trace))
         for tokens in options.tokens:
             for routing in options.routings:
                 rows += run_case(rig, name, tokens, routing, options)

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 benchmarks/sweep_layer_forward.py --shapes deepseek-v3-e64
 
-Protocols and checks are those of ``bench_layer_forward``; ``choose_tiling`` follows from what this prints.
+Protocols and checks are those of ``bench_layer_forward``; the defaults of ``Tiling`` follow from what this prints.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megaflux_kernels.forward import shared_config
+from megaflux_kernels.worklist import Tiling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.bench_layer_forward import ROUTINGS, SHAPES, layer_shape, make_rig, run_case, save, say
+from benchmarks.bench_layer_forward import ROUTINGS, SHAPES, make_rig, run_case, save, say
 from benchmarks.harness.rows import RESULTS
 
 CHOICES = {
-    "groups of 8": {"group_blocks": 8},
-    "groups of 16": {"group_blocks": 16},
-    "groups of 16, mixed": {"group_blocks": 16, "mix": True},
-    "groups of 16, mixed, lag 400": {"group_blocks": 16, "mix": True, "lag": 400},
+    "groups of 8": Tiling(group_blocks=8),
+    "groups of 16": Tiling(group_blocks=16),
+    "groups of 32": Tiling(group_blocks=32),
+    "groups of 16, lag 400": Tiling(group_blocks=16, lag=400),
 }
-"""Fields of ``Tiling``; the others are those that ``choose_tiling`` gives."""
 
 
 def main() -> None:
@@ -43,11 +43,9 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rows = []
     for name in options.shapes:
-        for choice, changes in CHOICES.items():
+        for choice, tiling in CHOICES.items():
             say(f"{name}: {choice}")
-            config = shared_config(layer_shape(name, options.tokens))
-            config = dataclasses.replace(config, tiling=dataclasses.replace(config.tiling, **changes))
-            rig = make_rig(name, options.tokens, config)
+            rig = make_rig(name, options.tokens, dataclasses.replace(shared_config(), tiling=tiling))
             for row in run_case(rig, name, options.tokens, options.routing, options):
                 case = {**row.case, "choice": choice}
                 rows.append(dataclasses.replace(row, bench="layer_forward_sweep", case=case))

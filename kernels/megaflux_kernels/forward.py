@@ -53,7 +53,6 @@ from megaflux_kernels.worklist import (
     LayerShape,
     Tiling,
     WorkHeader,
-    choose_tiling,
     work_bounds,
 )
 
@@ -92,14 +91,14 @@ class ForwardConfig:
             raise ShapeError("tile_columns", self.tiling.tile_columns, "256")
 
 
-def shared_config(shape: LayerShape, num_local: int = 1, num_sms: int = 132) -> ForwardConfig:
+def shared_config(num_local: int = 1, num_sms: int = 132) -> ForwardConfig:
     """Launch choices of each of the ``num_local`` ranks that share a GPU: one, or several *virtual ranks*.
 
     Launches of virtual ranks wait for one another and so must be resident together: each gets an equal, even share of
     the SMs, less a few for the small launches of the other ranks.
     """
     num_ctas = (num_sms - 4) // num_local // CLUSTER * CLUSTER if num_local > 1 else num_sms // CLUSTER * CLUSTER
-    return ForwardConfig(choose_tiling(shape), num_ctas, max(1, num_ctas // 8))
+    return ForwardConfig(num_ctas=num_ctas, weight_ctas=max(1, num_ctas // 8))
 
 
 class Forward:

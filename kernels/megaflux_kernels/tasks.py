@@ -31,20 +31,11 @@ class TaskPrefix(NamedTuple):
     fc2: cute.Tensor
 
 
-class Segment(NamedTuple):
-    """Of the stream before FC1 of a group, its FC2 words and those of earlier segments, as in ``worklist.Segments``."""
-
-    start: Int32
-    fc1: Int32
-    fc2: Int32
-    fc2_before: Int32
-
-
 class Tasks:
     """Device code; one instance a layer shape and tiling."""
 
     def __init__(self, shape: LayerShape, tiling: Tiling) -> None:
-        self.slots, self.group, self.lag, self.mix = shape.slots, tiling.group_blocks, tiling.lag, tiling.mix
+        self.slots, self.group, self.lag = shape.slots, tiling.group_blocks, tiling.lag
         self.tiles = (tiling.fc1_tiles(shape), tiling.fc2_tiles(shape))
         self.full_words = tuple(group_words(self.group, tiles) for tiles in self.tiles)
         self.num_words = 4 * (self.slots + 1)
@@ -122,7 +113,7 @@ class Tasks:
 
     @cute.jit
     def start_of(self, prefix: TaskPrefix, group: Int32, kind: cutlass.Constexpr):
-        """Position of the group's first word of a product in the stream: without mixing."""
+        """Position of the group's first word of a product in the stream."""
         end = self.fc1_end(prefix, group)
         start = Int32(0)
         if const_expr(kind == Kind.FC1):
@@ -137,41 +128,6 @@ class Tasks:
             after = cutlass.min(after, num_groups - 1)
             start = self.fc1_end(prefix, after) + self.fc2_words_of_first(prefix, group)
         return start
-
-    @cute.jit
-    def segment(self, prefix: TaskPrefix, index: Int32):
-        """Segment ``index``, 0 to the number of groups, of ``worklist.stream_segments``."""
-        num_groups, before, started_before = prefix.groups[self.slots], Int32(0), Int32(0)
-        if index > 0:
-            before = self.fc1_end(prefix, index - 1)
-        if index > 1:
-            started_before = self.groups_ended(prefix, self.fc1_end(prefix, index - 2) - self.lag)
-        started, fc1 = num_groups, Int32(0)
-        if index < num_groups:
-            started = self.groups_ended(prefix, before - self.lag)
-            fc1 = self.fc1_end(prefix, index) - before
-        fc2_before = self.fc2_words_of_first(prefix, started_before)
-        fc2 = self.fc2_words_of_first(prefix, started) - fc2_before
-        return Segment(before + fc2_before, fc1, fc2, fc2_before)
-
-    @cute.jit
-    def segment_of(self, prefix: TaskPrefix, group: Int32, kind: cutlass.Constexpr):
-        """The segment that holds a product of a group."""
-        index = group
-        if const_expr(kind == Kind.FC2):
-            after = self.groups_ended(prefix, self.fc1_end(prefix, group) + self.lag - 1)
-            index = cutlass.min(after, prefix.groups[self.slots] - 1) + 1
-        return self.segment(prefix, index)
-
-    @cute.jit
-    def mixed_position(self, segment: Segment, index: Int32, kind: cutlass.Constexpr):
-        """Position in the stream of word ``index`` of a segment's FC1 or FC2 words, mixed evenly."""
-        others = Int32(0)
-        if const_expr(kind == Kind.FC1):
-            others = index * segment.fc2 // segment.fc1
-        else:
-            others = ((index + 1) * segment.fc1 + segment.fc2 - 1) // segment.fc2
-        return segment.start + index + others
 
     @cute.jit
     def write_group(
@@ -202,13 +158,7 @@ class Tasks:
         gated = Int32(0)
         if slot >= home_slots:
             gated = (arriving >> (slot - home_slots)) & 1
-        start, segment = Int32(0), Segment(Int32(0), Int32(0), Int32(0), Int32(0))
-        if const_expr(self.mix):
-            segment = self.segment_of(prefix, group, kind)
-            if const_expr(kind == Kind.FC2):  # words of the segment's earlier groups
-                start = self.fc2_words_of_first(prefix, group) - segment.fc2_before
-        else:
-            start = self.start_of(prefix, group, kind)
+        start = self.start_of(prefix, group, kind)
         pairs, single = size // CLUSTER, size % CLUSTER
         for index in cutlass.range(lane, self.words_of(size, kind), 32):
             band = index // (pairs * CLUSTER + single)
@@ -220,9 +170,7 @@ class Tasks:
                 pair, tile, share = pairs, band * CLUSTER, Int32(1)
             low = Int64(first + pair * CLUSTER) | (Int64(tile) << 24) | (Int64(slot) << 40)
             position = start + index
-            if const_expr(self.mix):
-                position = self.mixed_position(segment, position, kind)
             tasks[position] = low | (Int64(int(kind)) << 56) | (Int64(share) << 58) | (Int64(gated) << 59)
 
 
-__all__ = ["Segment", "TaskPrefix", "Tasks"]
+__all__ = ["TaskPrefix", "Tasks"]

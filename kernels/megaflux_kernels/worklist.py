@@ -49,9 +49,6 @@ CLUSTER = 2
 MAX_PIECE_BYTES = 4096
 """A row or a weight tensor crosses a link in pieces of at most this size: one bulk copy, one shared-memory stage."""
 
-GROUP_BYTES = 32 << 20
-"""Most bytes of a large group's rows: beside the weights they stay in an L2 of 50 MB until all tiles are done."""
-
 SOURCE_SHIFT = 24
 """``row_source`` holds the source rank above this bit and ``token * k + choice`` below it."""
 
@@ -169,13 +166,11 @@ class Tiling:
         tile_columns: N extent of a tile. FC1 tiles hold gate and up columns, so they yield half as many activations.
         group_blocks: blocks of one slot whose tiles are computed together, so that weights are reused from L2.
         lag: FC1 task words between the end of a group's FC1 and its FC2, so that FC2 need not wait.
-        mix: spread FC2 words evenly over the FC1 words of the group that follows, rather than put them before these.
     """
 
     tile_columns: int = 256
-    group_blocks: int = 8
+    group_blocks: int = 16
     lag: int = 128
-    mix: bool = False
 
     def fc1_tiles(self, shape: LayerShape) -> int:
         """N tiles of FC1."""
@@ -184,18 +179,6 @@ class Tiling:
     def fc2_tiles(self, shape: LayerShape) -> int:
         """N tiles of FC2."""
         return -(-shape.hidden // self.tile_columns)
-
-
-def choose_tiling(shape: LayerShape) -> Tiling:
-    """Tiling of a shape: groups of 16 blocks where their rows fit in ``GROUP_BYTES``, else of 8.
-
-    66 pairs of CTAs work on about 8 pairs of blocks by 8 tiles of a group of 16, but on 4 by 16 of a group of 8: the
-    square reads a fifth less of rows and weights. Measured on two H200, sustained, 8192 tokens a rank, the hot experts
-    on one rank, TFLOP/s a GPU with groups of 8 and 16: hidden 7168 and intermediate 2048: 598 and 612; 2048 and 768,
-    where a group is mostly a whole expert: 481 and 481.
-    """
-    rows_bytes = 2 * 16 * BLOCK_ROWS * max(shape.hidden, shape.intermediate)
-    return Tiling(group_blocks=16 if rows_bytes <= GROUP_BYTES else 8)
 
 
 @dataclass(frozen=True)
@@ -329,46 +312,14 @@ def group_word(index: int, first: int, size: int, slot: int, gated: bool, kind: 
     return pack_task(kind, first + pairs * CLUSTER, band * CLUSTER, slot, True, gated)
 
 
-@dataclass(frozen=True)
-class Segments:
-    """The stream cut before FC1 of every group and after the last: g + 1 segments, int64 [g + 1] unless noted.
-
-    Segment m holds FC1 of group m (nothing for m = g) and FC2 of the groups that follow FC1 of group m - 1.
-
-    Attributes:
-        start: position of the segment in the stream.
-        fc1: FC1 words of the segment.
-        fc2: FC2 words of the segment.
-        fc2_before: FC2 words of earlier segments.
-        of_fc2: int64 [g], the segment of each group's FC2.
-    """
-
-    start: NDArray[np.int64]
-    fc1: NDArray[np.int64]
-    fc2: NDArray[np.int64]
-    fc2_before: NDArray[np.int64]
-    of_fc2: NDArray[np.int64]
-
-
-def stream_segments(fc1_words: NDArray[np.int64], fc2_words: NDArray[np.int64], lag: int) -> Segments:
-    """Segments of a stream of g groups with ``fc1_words`` and ``fc2_words``, int64 [g] each.
-
-    FC2 of group g follows FC1 of group h(g), the first h >= g at whose end ``lag`` more FC1 words than at the end of g
-    have been emitted (the last group if there is none). h never decreases, so positions are sums of two prefix sums.
-    """
-    end = np.cumsum(fc1_words)
-    after = np.minimum(np.searchsorted(end, end + lag), max(0, end.size - 1))  # h(g)
-    started = np.searchsorted(after, np.arange(end.size + 1))  # groups whose FC2 lies in segments up to m
-    fc2_until = np.concatenate([[0], np.cumsum(fc2_words)])[started]
-    fc2 = np.diff(fc2_until, prepend=0)
-    start = np.concatenate([[0], end]) + fc2_until - fc2
-    return Segments(start, np.append(fc1_words, 0), fc2, fc2_until - fc2, after + 1)
-
-
 def task_stream(
     blocks_per_slot: NDArray[Any], arriving: Collection[int], shape: LayerShape, tiling: Tiling
 ) -> NDArray[np.int64]:
     """int64 [num_tasks]: the task words of one rank in claiming order.
+
+    FC2 of group g follows FC1 of group h(g), the first h >= g at whose end ``lag`` more FC1 words than at the end of g
+    have been emitted (the last group if there is none). h never decreases, so that the position of every word is a sum
+    of two prefix sums.
 
     Args:
         blocks_per_slot: integer [slots], blocks that the rank computes in each slot.
@@ -378,24 +329,18 @@ def task_stream(
     """
     groups = block_groups(blocks_per_slot, tiling.group_blocks)
     tiles = {Kind.FC1: tiling.fc1_tiles(shape), Kind.FC2: tiling.fc2_tiles(shape)}
-    words = {
-        kind: np.array([group_words(int(size), n) for size in groups.size], dtype=np.int64) for kind, n in tiles.items()
-    }
-    segments = stream_segments(words[Kind.FC1], words[Kind.FC2], tiling.lag)
-    fc2_first = np.cumsum(words[Kind.FC2]) - words[Kind.FC2]
-    stream = np.full(int(words[Kind.FC1].sum() + words[Kind.FC2].sum()), -1, dtype=np.int64)
+    fc1_until, fc2_until = (
+        np.cumsum([0, *(group_words(int(size), n) for size in groups.size)]) for n in tiles.values()
+    )
+    end = fc1_until[1:]
+    after = np.minimum(np.searchsorted(end, end + tiling.lag), max(0, end.size - 1))  # h(g)
+    fc2_before = fc2_until[np.searchsorted(after, np.arange(end.size))]  # words of the groups with h < g
+    start = {Kind.FC1: fc1_until[:-1] + fc2_before, Kind.FC2: end[after] + fc2_until[:-1]}
+    stream = np.full(int(fc1_until[-1] + fc2_until[-1]), -1, dtype=np.int64)
     for kind, n in tiles.items():
-        for g, (first, size, slot) in enumerate(zip(groups.first, groups.size, groups.slot, strict=True)):
-            m = g if kind == Kind.FC1 else segments.of_fc2[g]
-            fc1, fc2 = segments.fc1[m], segments.fc2[m]
-            for i in range(words[kind][g]):
-                if kind == Kind.FC1:
-                    at = i + (i * fc2 // fc1 if tiling.mix else fc2)
-                else:
-                    at = fc2_first[g] - segments.fc2_before[m] + i
-                    at += -(-(at + 1) * fc1 // fc2) if tiling.mix else 0
-                word = group_word(i, int(first), int(size), int(slot), slot in arriving, kind, n)
-                stream[segments.start[m] + at] = word
+        for at, first, size, slot in zip(start[kind], groups.first, groups.size, groups.slot, strict=True):
+            for i in range(group_words(int(size), n)):
+                stream[at + i] = group_word(i, int(first), int(size), int(slot), slot in arriving, kind, n)
     return stream
 
 
@@ -472,17 +417,14 @@ __all__ = [
     "Groups",
     "Kind",
     "LayerShape",
-    "Segments",
     "Tiling",
     "WorkBounds",
     "WorkHeader",
     "block_groups",
-    "choose_tiling",
     "forward_work",
     "group_word",
     "group_words",
     "pack_task",
-    "stream_segments",
     "task_stream",
     "unpack_task",
     "work_bounds",

@@ -104,7 +104,7 @@ class SharedBuffers:
     def __init__(self, executor: MegakernelExecutor, shape: LayerShape, layout: SlotLayout) -> None:
         num_local = len(executor.local_ranks)
         num_sms = torch.cuda.get_device_properties().multi_processor_count
-        config = shared_config(shape, num_local, num_sms)
+        config = shared_config(num_local, num_sms)
         search = SearchShape(shape.num_experts, shape.num_ranks, shape.num_replica_slots, BLOCK_ROWS)
         planner = PlannerShape(search, shape.top_k, shape.max_tokens, max(1, num_sms // num_local - 1))
         tables = executor.allocate(ForwardMap(shape, config.tiling).symmetric_bytes)

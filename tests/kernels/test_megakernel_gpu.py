@@ -17,9 +17,6 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs an NVIDIA GPU of the Hopper generation", allow_module_level=True)
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from megaflux_kernels import forward  # noqa: E402
-from megaflux_kernels.worklist import Tiling  # noqa: E402
-
 from megaflux_serve.config import MegaFluxConfig  # noqa: E402
 from megaflux_serve.errors import CapacityError, PeerTimeoutError, UnsupportedError  # noqa: E402
 from megaflux_serve.executors.megakernel import MegakernelExecutor  # noqa: E402
@@ -61,17 +58,6 @@ def test_changing_batches_agree_with_float64_and_with_fixed_placement_bit_for_bi
             assert max(case.errors(batches, outputs)) < LIMIT
         for layer in (sticky, moving):
             assert_same_bits(layer.forward(batches), outputs)
-
-
-@pytest.mark.parametrize("name", ["one rank", "two ranks, top-8"])
-def test_mixed_task_streams_made_on_the_device_give_the_same_bits(name, monkeypatch):
-    case = CASES[name]
-    batches, outputs = case.batches(1), []
-    for tiling in (Tiling(), Tiling(group_blocks=2, lag=3, mix=True), Tiling(group_blocks=16, mix=True)):
-        monkeypatch.setattr(forward, "choose_tiling", lambda shape, tiling=tiling: tiling)
-        executor = MegakernelExecutor(case.num_ranks, None, case.max_tokens, timeout_s=5)
-        outputs.append(case.layer(executor, MegaFluxConfig(replica_slots=case.num_slots)).forward(batches))
-        assert_same_bits(outputs[-1], outputs[0])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -17,7 +17,6 @@ from megaflux_kernels.worklist import (
     LayerShape,
     Tiling,
     WorkHeader,
-    choose_tiling,
     forward_work,
     task_stream,
     unpack_task,
@@ -34,10 +33,8 @@ SMALL = LayerShape(
     num_ranks=2, num_experts=8, num_replica_slots=2, hidden=512, intermediate=192, top_k=2, max_tokens=700
 )
 SHAPES = {
-    "two ranks": (SMALL, Tiling(lag=20)),
+    "two ranks": (SMALL, Tiling(group_blocks=4, lag=20)),
     "eight ranks, top-8": (LayerShape(8, 32, 1, 4608, 320, 8, 200), Tiling(group_blocks=3, lag=0)),
-    "two ranks, mixed": (SMALL, Tiling(group_blocks=4, lag=20, mix=True)),
-    "eight ranks, top-8, mixed": (LayerShape(8, 32, 1, 4608, 320, 8, 200), Tiling(lag=0, mix=True)),
     "one rank, top-1": (LayerShape(1, 4, 0, 128, 64, 1, 500), Tiling(lag=7)),
     "three ranks, every expert": (LayerShape(3, 6, 1, 192, 64, 6, 90), Tiling(group_blocks=1, lag=1000)),
 }
@@ -184,9 +181,8 @@ def test_bounds_hold_when_every_token_goes_to_one_rank():
     assert work[0].tasks.size <= bounds.max_tasks
 
 
-@pytest.mark.parametrize("mix", [False, True])
-def test_the_stream_lags_fc2_behind_fc1_by_at_least_lag_words_where_there_are_as_many(mix):
-    tiling = Tiling(lag=50, mix=mix)
+def test_the_stream_lags_fc2_behind_fc1_by_at_least_lag_words_where_there_are_as_many():
+    tiling = Tiling(group_blocks=8, lag=50)
     stream = task_stream(np.array([17, 0, 5, 9]), (), SMALL, tiling)
     kinds = np.array([unpack_task(int(word))[0] for word in stream])
     fc1_before = np.cumsum(kinds == Kind.FC1)
@@ -198,11 +194,6 @@ def test_the_stream_lags_fc2_behind_fc1_by_at_least_lag_words_where_there_are_as
         else:
             first_fc2.setdefault((slot, block // 8), fc1_before[i])
     assert all(first_fc2[g] >= min(last_fc1[g] + tiling.lag, fc1_before[-1]) for g in first_fc2)
-
-
-@pytest.mark.parametrize(("hidden", "intermediate", "blocks"), [(7168, 2048, 16), (2048, 768, 16), (4096, 14336, 8)])
-def test_groups_are_large_where_their_rows_stay_in_l2(hidden, intermediate, blocks):
-    assert choose_tiling(LayerShape(2, 8, 1, hidden, intermediate, 2, 64)).group_blocks == blocks
 
 
 def test_rows_cross_in_equal_pieces_of_whole_16_byte_words():
