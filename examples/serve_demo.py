@@ -2,7 +2,8 @@
 
 Two engine processes (data parallel, experts spread over both) answer prompts of several kinds over HTTP. A stock vLLM
 server answers the same prompts; in float32 the tokens must be equal. The plan log then says, layer by layer, how skewed
-the routing was and how far replicas evened out the load of the two ranks. Everything goes to ``out/demo``.
+the routing was and how far replicas evened out the load of the two ranks. The routes of all requests were captured
+meanwhile and are sealed as a window for RL training. Everything goes to ``out/demo``.
 
     python examples/serve_demo.py            the demonstration
     python examples/serve_demo.py --serve    only the server, left running
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import signal
 import sys
 import time
@@ -29,6 +31,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from vllm_server import MODEL, Answer, Server, ServerError
 
+from megaflux_serve.capture import ReplayStore, seal
+from megaflux_serve.capture.picture import window_picture
 from megaflux_serve.cli.picture import draw_loads
 from megaflux_serve.cli.render import layer_table, write_atomically
 from megaflux_serve.cli.summary import BatchOutcome, accumulate
@@ -38,6 +42,8 @@ CHECKPOINT = PROJECT / "models" / "tiny-moe"
 OUT = PROJECT / "out" / "demo"
 PLAN_LOG = OUT / "plan.jsonl"
 PICTURE = OUT / "loads.png"
+REPLAY = OUT / "replay"
+REPLAY_PICTURE = OUT / "replay.png"
 
 BLOCK_ROWS = 16  # the GPU kernels need 128; on a CPU small blocks suit small batches
 REPLICA_SLOTS = 2
@@ -92,7 +98,7 @@ def serve(port: int) -> None:
 
 
 def demonstrate(port: int | None) -> None:
-    """Ask both servers the same prompts, compare their answers, and show the plans."""
+    """Ask both servers the same prompts, compare their answers, show the plans and seal the captured routes."""
     start = time.monotonic()
     bursts = prompts()
     with megaflux_server(port) as server, Server("stock", CHECKPOINT, [], OUT / "stock.log") as reference:
@@ -105,6 +111,7 @@ def demonstrate(port: int | None) -> None:
     show_answers(bursts, ours)
     is_equal = compare(bursts, ours, stock)
     show_plans(bursts, plans)
+    show_replay()
     console.print(f"logs:     {OUT}\ntook      {time.monotonic() - start:.0f} s")
     if not is_equal:
         sys.exit(1)
@@ -115,8 +122,9 @@ def demonstrate(port: int | None) -> None:
 
 def megaflux_server(port: int | None) -> Server:
     """The server of the demonstration: data parallel over two processes, experts spread over both."""
-    PLAN_LOG.unlink(missing_ok=True)  # plans are appended
-    options = {"replica_slots": REPLICA_SLOTS, "block_rows": BLOCK_ROWS, "plan_log": str(OUT)}
+    PLAN_LOG.unlink(missing_ok=True)  # plans and records are appended
+    shutil.rmtree(REPLAY, ignore_errors=True)
+    options = {"replica_slots": REPLICA_SLOTS, "block_rows": BLOCK_ROWS, "plan_log": str(OUT), "capture": str(REPLAY)}
     arguments = ["--moe-backend", "megaflux", "--enable-expert-parallel", "--data-parallel-size", "2"]
     arguments += ["--additional-config", json.dumps({"megaflux": options})]
     return Server("MegaFlux", CHECKPOINT, arguments, OUT / "megaflux.log", port)
@@ -143,7 +151,7 @@ def ask(server: Server, bursts: Sequence[Burst], after: Callable[[], None] = lam
     with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
         task = bar.add_task(f"{server.name} server: prompts", total=sum(len(burst.prompts) for burst in bursts))
         for burst in bursts:
-            answers.append(server.complete(burst.prompts, MAX_TOKENS, lambda: bar.advance(task)))
+            answers.append(server.complete(burst.prompts, MAX_TOKENS, lambda: bar.advance(task), burst.kind))
             after()
     return answers
 
@@ -245,6 +253,19 @@ def show_plans(bursts: Sequence[Burst], plans: Sequence[Outcomes]) -> None:
     title = f"Load of the two ranks, {REPLICA_SLOTS} replica slots each, all batches of a kind"
     write_atomically(PICTURE, draw_loads(panels, title, f"blocks of {BLOCK_ROWS} rows"))
     console.print(f"picture:  {PICTURE}\nplan log: {PLAN_LOG}")
+
+
+# ---- replay ----------------------------------------------------------------------------------------------------------
+
+
+def show_replay() -> None:
+    """Seal the captured routes as a window and draw it."""
+    window = seal(ReplayStore(REPLAY), "demo")
+    write_atomically(REPLAY_PICTURE, window_picture(window, num_ranks=2))
+    console.print(
+        f"replay:   {REPLAY}: {len(window)} trajectories, {int(window.lengths.sum()):,} tokens sealed as window demo; "
+        f"see {REPLAY_PICTURE} and: megaflux replay stats {REPLAY} --ranks 2"
+    )
 
 
 if __name__ == "__main__":

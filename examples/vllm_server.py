@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 MODEL = "tiny-moe"
 """Name under which the server offers its model."""
@@ -125,8 +126,12 @@ class Server:
             time.sleep(0.5)
         raise self.failure(f"was not ready within {START_TIMEOUT_S:.0f} s")
 
-    def complete(self, prompts: Sequence[str], max_tokens: int, on_answer: Callable[[], None]) -> list[Answer]:
+    def complete(
+        self, prompts: Sequence[str], max_tokens: int, on_answer: Callable[[], None], task: str | None = None
+    ) -> list[Answer]:
         """Greedy continuations of all prompts, asked at the same time; ``on_answer`` is called as each arrives.
+
+        With ``task``, a server that captures routes labels their records with it.
 
         Raises:
             ServerError: the server refused a prompt or did not answer.
@@ -134,7 +139,7 @@ class Server:
         with ThreadPoolExecutor(len(prompts)) as pool:
 
             def ask(prompt: str) -> Answer:
-                answer = self._complete_one(prompt, max_tokens)
+                answer = self._complete_one(prompt, max_tokens, task)
                 on_answer()
                 return answer
 
@@ -173,8 +178,8 @@ class Server:
         except OSError:
             return False
 
-    def _complete_one(self, prompt: str, max_tokens: int) -> Answer:
-        body = {
+    def _complete_one(self, prompt: str, max_tokens: int, task: str | None) -> Answer:
+        body: dict[str, Any] = {
             "model": MODEL,
             "prompt": prompt,
             "max_tokens": max_tokens,
@@ -182,6 +187,8 @@ class Server:
             "ignore_eos": True,
             "return_token_ids": True,
         }
+        if task is not None:
+            body["vllm_xargs"] = {"megaflux_task": task}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/completions",
             json.dumps(body).encode(),
