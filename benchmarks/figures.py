@@ -129,8 +129,8 @@ def layer() -> str:
 
 
 def peers() -> str:
-    """The forward kernel at fixed placement beside an unfused layer on the same two GPUs, balanced routing."""
-    case = {"routing": "balanced", "tokens_per_rank": 8192, "ranks": 2, "protocol": "sustained"}
+    """The forward kernel at fixed placement beside an unfused layer on the same two GPUs, single launches."""
+    case = {"routing": "balanced", "tokens_per_rank": 8192, "ranks": 2, "protocol": "burst"}
     variants = {"all-gather, grouped GEMM, reduce-scatter": "all-gather + grouped_mm", "one launch": "fixed"}
     lines = [
         [name, *(f"{value('layer_forward', 'tflops_per_gpu', shape=s, variant=v, **case):.0f}" for s in SHAPES)]
@@ -139,12 +139,39 @@ def peers() -> str:
     return table(["TFLOP/s a GPU", *SHAPES.values()], lines) + provenance("layer_forward")
 
 
+def routepack() -> str:
+    """Placement and schedule on windows of the paper's shape and on the real one, the paper's figures in brackets."""
+    names = {"tiny": "23 x 128, synthetic", "flash": "40 x 512, synthetic", "gptoss": "gpt-oss-20b, real"}
+    placement = {"P50 of a placement, ms": "p50_ms", "layers at the CV target, %": "hit_pct", "experts moved": "moves"}
+    schedule = {
+        "cost saved, same placement, %": "joint_saving_pct",
+        "cost saved in all, %": "full_saving_pct",
+        "excess removed, %": "excess_removed_pct",
+        "whole plan, s": "plan_s",
+    }
+    cases = [("routepack_placement", placement, {}), ("routepack_schedule", schedule, {"budget_s": 1.0})]
+    lines = []
+    for bench, metrics, case in cases:
+        for name, metric in metrics.items():
+            found = [rows(bench, metric, model=model, planner="routepack", **case)[0] for model in names]
+            lines.append([name, *map(_beside_the_paper, found)])
+    return table(["512 trajectories, 8 ranks", *names.values()], lines) + provenance("routepack_schedule")
+
+
+def _beside_the_paper(row: Row) -> str:
+    """The value with two digits and the paper's figure in brackets, where it gives one."""
+    digits = 0 if row["metric"] in ("moves", "hit_pct") else 2
+    paper = f" ({row['baseline']['value']:g})" if row["baseline"] else ""
+    return f"{row['value']:.{digits}f}{paper}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "planner_cpu": planner_cpu,
     "planner": planner,
     "planner_phases": planner_phases,
     "layer": layer,
     "peers": peers,
+    "routepack": routepack,
 }
 
 
