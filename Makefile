@@ -2,10 +2,11 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+VLLM ?= 0.32.0
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test check test-fast test-engine bench-cpu clean
+.PHONY: help install demo serve test check test-fast test-engine test-vllm bench-cpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 16
@@ -33,8 +34,13 @@ test-fast: install  ## Tests without engines
 test-engine: install  ## Tests against real vLLM servers on the CPU
 	@$(BIN)/python -m pytest -q -m engine
 
+test-vllm: install  ## The engine tests against another release: make test-vllm VLLM=0.32.0
+	@$(PYTHON) scripts/install_cpu_env.py .venv-vllm-$(VLLM) --vllm $(VLLM)
+	@MEGAFLUX_VLLM_PYTHON=$(CURDIR)/.venv-vllm-$(VLLM)/bin/python $(BIN)/python -m pytest -q -m engine
+
 bench-cpu: install  ## The benchmarks that need no GPU; results go to benchmarks/results
-	@$(BIN)/python benchmarks/bench_planner_cpu.py
+	@for name in planner_cpu routepack_placement routepack_schedule routepack_optimum routepack_beyond capture; do \
+	  $(BIN)/python -m benchmarks.bench_$$name || exit 1; done
 
 clean:  ## Remove the environment and everything the commands above wrote
-	@rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-vllm-* out .pytest_cache .mypy_cache .ruff_cache .hypothesis
