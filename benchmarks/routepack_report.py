@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import RESULTS, read_results, write_atomically
+from benchmarks.harness import RESULTS, read_results
+from megaflux_serve.durable import write_atomically
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "routepack.md"
 START, END = "<!-- results -->", "<!-- end of results -->"

@@ -34,8 +34,9 @@ from vllm_server import MODEL, Answer, Server, ServerError
 from megaflux_serve.capture import ReplayStore, seal
 from megaflux_serve.capture.picture import window_picture
 from megaflux_serve.cli.picture import draw_loads
-from megaflux_serve.cli.render import layer_table, write_atomically
+from megaflux_serve.cli.render import layer_table
 from megaflux_serve.cli.summary import BatchOutcome, accumulate
+from megaflux_serve.durable import write_atomically
 
 PROJECT = Path(__file__).resolve().parents[1]
 CHECKPOINT = PROJECT / "models" / "tiny-moe"

@@ -17,7 +17,6 @@ from benchmarks.harness.rows import (
     cpu_name,
     merge_results,
     read_results,
-    write_atomically,
     write_results,
 )
 from benchmarks.harness.table import print_table
@@ -35,6 +34,5 @@ __all__ = [
     "read_results",
     "summarise",
     "time_call",
-    "write_atomically",
     "write_results",
 ]

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.harness.rows import write_atomically
+from megaflux_serve.durable import write_atomically
 
 STYLE: dict[Any, Any] = {
     "font.size": 9,

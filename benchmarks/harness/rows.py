@@ -10,13 +10,14 @@ import math
 import os
 import platform
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from megaflux_serve.durable import write_atomically
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 """Folder of the committed results, ``benchmarks/results``."""
@@ -154,19 +155,3 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     if not isinstance(rows, list) or any(not isinstance(row, dict) or tuple(row) != KEYS for row in rows):
         raise ValueError(f"{path}: is not a list of rows with the keys {', '.join(KEYS)}")
     return rows
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write to a temporary name in the same folder, flush to disk, rename: readers never see half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -40,7 +40,7 @@ from megaflux_serve.capture.exchange import (
 )
 from megaflux_serve.capture.frame import LABELS
 from megaflux_serve.capture.record import ModelShape, ReplayRecord
-from megaflux_serve.capture.store import write_file
+from megaflux_serve.durable import write_atomically
 from megaflux_serve.errors import ConfigError, InputError
 
 EXPORTS = ("verl", "slime", "miles", "router-replay", "router-trace")
@@ -67,12 +67,12 @@ def export_records(records: Sequence[ReplayRecord], form: str, path: Path) -> No
     if form == "router-trace":
         text = io.StringIO()
         write_router_trace(records, text)
-        write_file(path, text.getvalue().encode())
+        write_atomically(path, text.getvalue().encode())
         return
     file = io.BytesIO()
     columns: dict[str, Any] = {**_arrays(records, form), **_labels(records)}
     np.savez(file, **columns)
-    write_file(path, file.getvalue())
+    write_atomically(path, file.getvalue())
 
 
 def import_records(

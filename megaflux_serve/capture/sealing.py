@@ -12,7 +12,6 @@ import io
 import json
 import os
 import shutil
-import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -25,8 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflux_serve.capture.frame import Damage, Entry
-from megaflux_serve.capture.store import ReplayStore, sync_folder, write_all
+from megaflux_serve.capture.store import ReplayStore
 from megaflux_serve.capture.window import VERSION, SealedWindow, WindowRecord, open_window, read_manifest, window_names
+from megaflux_serve.durable import publish_folder
 from megaflux_serve.errors import ConfigError, InputError
 
 UNFINISHED = ".sealing-"
@@ -158,19 +158,7 @@ def _write(
     files["window.json"] = (json.dumps(manifest) + "\n").encode()
     for shard in {entry.shard for entry in entries}:
         _sync(store.folder / "shards" / shard)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=UNFINISHED))
-    try:
-        for name, data in files.items():
-            with (temporary / name).open("wb", buffering=0) as file:
-                write_all(file.fileno(), data)
-                os.fsync(file.fileno())
-        temporary.chmod(0o755)
-        sync_folder(temporary)
-        temporary.rename(folder)
-    except BaseException:
-        shutil.rmtree(temporary)
-        raise
-    sync_folder(folder.parent)
+    publish_folder(folder, files, prefix=UNFINISHED)
 
 
 def _npy(array: NDArray[Any]) -> bytes:

@@ -19,7 +19,6 @@ import json
 import os
 import secrets
 import socket
-import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -28,6 +27,7 @@ from types import TracebackType
 
 from megaflux_serve.capture.frame import Damage, Entry, decode, decode_counts, encode, scan
 from megaflux_serve.capture.record import Int32Array, ModelShape, ReplayRecord
+from megaflux_serve.durable import sync_folder, write_all, write_atomically
 from megaflux_serve.errors import ConfigError, InputError
 
 FORMAT = "megaflux-replay"
@@ -87,7 +87,7 @@ class ReplayStore:
             (folder / name).mkdir(parents=True, exist_ok=True)
         if not (folder / "store.json").exists():
             description = {"format": FORMAT, "version": VERSION, "model": asdict(model)}
-            write_file(folder / "store.json", (json.dumps(description) + "\n").encode())
+            write_atomically(folder / "store.json", (json.dumps(description) + "\n").encode())
         store = cls(folder)
         if store.model != model:
             raise ConfigError("model", model, f"{store.model}, the shape in {folder / 'store.json'}")
@@ -233,36 +233,3 @@ def is_locked(path: Path) -> bool:
         except BlockingIOError:
             return True
     return False
-
-
-def write_all(file: int, data: bytes) -> None:
-    """Write every byte, however many calls it takes."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all: to a temporary name beside it, flushed, then renamed."""
-    file, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        try:
-            write_all(file, data)
-            os.fchmod(file, 0o644)
-            os.fsync(file)
-        finally:
-            os.close(file)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush names made or changed in a folder to the disk."""
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -12,9 +12,10 @@ from rich.console import Console
 
 from megaflux_serve.cli.forecast import Resize, Scenario, Step, forecast_layer
 from megaflux_serve.cli.picture import draw_loads
-from megaflux_serve.cli.render import layer_table, progress, write_atomically
+from megaflux_serve.cli.render import layer_table, progress
 from megaflux_serve.cli.summary import LayerSummary, summarise_layer, summarise_model
 from megaflux_serve.config import MegaFluxConfig
+from megaflux_serve.durable import write_atomically
 from megaflux_serve.errors import ConfigError
 from megaflux_serve.trace import Trace, read_trace
 

@@ -1,15 +1,12 @@
-"""How results look: the layer table of the terminal, numbers, progress, and files that are written whole or not at all.
+"""How results look: the layer table of the terminal, numbers and progress.
 
 Decides columns and formats. Computes nothing but what it prints.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from itertools import takewhile
-from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -65,19 +62,3 @@ def _figures(layer: LayerSummary) -> list[str]:
         f"{layer.transfers:g}",
         f"{layer.speedup:.2f}x",
     ]
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file whole: to a temporary name beside it, flushed, then renamed. Parents are created."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -25,7 +25,8 @@ from megaflux_serve.capture.record import ModelShape
 from megaflux_serve.capture.sealing import seal
 from megaflux_serve.capture.store import ReplayStore
 from megaflux_serve.capture.window import SealedWindow, open_window, window_names
-from megaflux_serve.cli.render import progress, write_atomically
+from megaflux_serve.cli.render import progress
+from megaflux_serve.durable import write_atomically
 from megaflux_serve.errors import ConfigError, InputError
 
 app = typer.Typer(

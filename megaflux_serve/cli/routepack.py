@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megaflux_serve.cli.render import write_atomically
+from megaflux_serve.durable import write_atomically
 from megaflux_serve.errors import ConfigError
 from megaflux_serve.routepack.demand import Demand
 from megaflux_serve.routepack.files import load_plan, save_plan, summary

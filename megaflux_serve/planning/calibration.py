@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megaflux_serve.durable import write_atomically
 from megaflux_serve.errors import ConfigError
 from megaflux_serve.planning.gate import GateCosts
 
@@ -65,12 +65,7 @@ def store_costs(layer: str, costs: GateCosts, device: str) -> Path:
     path, held = calibration_path(), _read()
     layers = held["layers"] if held["device"] == device else {}
     content = {"device": device, "layers": {**layers, layer: asdict(costs)}}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        json.dump(content, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(file.name, path)
+    write_atomically(path, json.dumps(content, indent=2).encode())
     return path
 
 

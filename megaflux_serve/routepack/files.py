@@ -17,9 +17,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
-import shutil
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megaflux_serve.durable import publish_folder
 from megaflux_serve.errors import ConfigError, InputError
 from megaflux_serve.routepack.bounds import ExpertExcess, LowerBound
 from megaflux_serve.routepack.layout import Layout
@@ -54,19 +52,7 @@ def save_plan(plan: WindowPlan, folder: Path) -> None:
     files = {name: _npy_bytes(table) for name, table in tables.items()}
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     files["plan.json"] = (json.dumps(summary(plan) | {"tables": hashes}, indent=2, allow_nan=False) + "\n").encode()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    try:
-        for name, data in files.items():
-            with (temporary / name).open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.chmod(0o755)
-        temporary.rename(folder)
-    except BaseException:
-        shutil.rmtree(temporary)
-        raise
+    publish_folder(folder, files)
 
 
 def load_plan(folder: Path) -> WindowPlan:

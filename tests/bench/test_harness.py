@@ -21,8 +21,9 @@ from benchmarks.harness import (
     time_call,
     write_results,
 )
-from benchmarks.harness.rows import RESULTS, write_atomically
+from benchmarks.harness.rows import RESULTS
 from benchmarks.harness.table import results_table
+from megaflux_serve.durable import write_atomically
 
 ROW = ResultRow("planner", {"experts": 128, "ranks": 8}, "plan_us", 52.0, "us", {"name": "loop", "value": 104.0})
 CONTEXT = RunContext("a processor", {"numpy": "2.0"}, "abc123", "2026-01-02T03:04:05+00:00")

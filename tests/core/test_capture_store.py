@@ -276,7 +276,7 @@ def test_a_full_disk_during_a_seal_leaves_no_window(tmp_path: Path, monkeypatch:
     def full(file: int, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megaflux_serve.capture.sealing.write_all", full)
+    monkeypatch.setattr("megaflux_serve.durable.write_all", full)
     with pytest.raises(OSError, match="No space left"):
         seal(store, "w")
     assert list((tmp_path / "windows").iterdir()) == []

@@ -1,0 +1,78 @@
+"""Files and folders that appear on disk whole or not at all, and stay there when the machine stops.
+
+Decides the order of writing, flushing and renaming. Knows nothing of what is written.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name beside it, flush it and rename it: a reader sees the old file or the new one.
+
+    Args:
+        path: replaced if it exists; parent folders are created.
+        data: the content.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        try:
+            write_all(file, data)
+            os.fchmod(file, 0o644)
+            os.fsync(file)
+        finally:
+            os.close(file)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    sync_folder(path.parent)
+
+
+def publish_folder(folder: Path, files: Mapping[str, bytes], prefix: str | None = None) -> None:
+    """Write a new folder under a temporary name beside it, flush it and rename it.
+
+    Args:
+        folder: must not exist; parent folders are created.
+        files: content by file name.
+        prefix: how the temporary name begins; default: a dot and the folder's name.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=prefix or f".{folder.name}."))
+    try:
+        for name, data in files.items():
+            with (temporary / name).open("wb", buffering=0) as file:
+                write_all(file.fileno(), data)
+                os.fsync(file.fileno())
+        temporary.chmod(0o755)
+        sync_folder(temporary)
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary)
+        raise
+    sync_folder(folder.parent)
+
+
+def write_all(file: int, data: bytes) -> None:
+    """Write every byte to a file descriptor, however many calls it takes."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush names made or changed in a folder to the disk."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+__all__ = ["publish_folder", "sync_folder", "write_all", "write_atomically"]
