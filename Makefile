@@ -6,13 +6,16 @@ VLLM ?= 0.32.0
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test check test-fast test-engine test-vllm bench-cpu clean
+.PHONY: help install prometheus demo serve test check test-fast test-engine test-vllm bench-cpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 16
 
 install:  ## Create the environment: vLLM for CPU, this project and its development tools
 	@$(PYTHON) scripts/install_cpu_env.py $(VENV)
+
+prometheus: install  ## Fetch Debian's Prometheus for the tests, where apt has it; no root, nothing is installed
+	@$(BIN)/python scripts/fetch_prometheus.py $(VENV)/prometheus
 
 demo: install  ## Serve the tiny model on two engine processes, compare with stock vLLM, show what replication did
 	@$(BIN)/python examples/serve_demo.py
@@ -28,10 +31,10 @@ check: install  ## Formatting, lint and types
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
-test-fast: install  ## Tests without engines
+test-fast: prometheus  ## Tests without engines
 	@$(BIN)/python -m pytest -q -m "not engine"
 
-test-engine: install  ## Tests against real vLLM servers on the CPU
+test-engine: prometheus  ## Tests against real vLLM servers on the CPU
 	@$(BIN)/python -m pytest -q -m engine
 
 test-vllm: install  ## The engine tests against another release: make test-vllm VLLM=0.32.0
