@@ -1,0 +1,4 @@
+"""Metrics for Prometheus: what an operator sees of replication, capture and window planning.
+
+``catalogue`` names them.
+"""
