@@ -11,7 +11,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,10 +102,10 @@ class Damage:
         return f"{self.shard}, bytes {self.offset} to {self.offset + self.size}{lost}: {self.reason}"
 
 
-def encode(record: ReplayRecord) -> bytes:
-    """The frame of a record."""
+def encode(record: ReplayRecord) -> list[bytes]:
+    """The frame of a record, in pieces to write one after the other; joining them would take as long as compressing."""
     raw = _sections(record)
-    stored = {name: ZSTD.compress(data, asbytes=True) if data else b"" for name, data in raw.items()}
+    body = {name: ZSTD.compress(array, asbytes=True) if array.size else b"" for name, array in raw.items()}
     description = {
         "id": record.id,
         **{name: getattr(record, name) for name in LABELS},
@@ -113,22 +113,19 @@ def encode(record: ReplayRecord) -> bytes:
         "output_tokens": record.output_tokens,
         "num_valid": record.num_valid,
         "checksum": checksum(record),
-        "sections": {name: len(data) for name, data in stored.items()},
+        "sections": {name: len(data) for name, data in body.items()},
     }
     text = json.dumps(description, separators=(",", ":")).encode()
-    counts = ZSTD.compress(record.counts.astype("<i4").tobytes(), asbytes=True)
-    body = b"".join(stored.values())
-    crcs = zlib.crc32(counts, zlib.crc32(text)), zlib.crc32(body)
-    header = HEADER.pack(MAGIC, VERSION, 0, len(text), len(counts), len(body), *crcs, 0)[:HEADER_CRC_AT]
-    return b"".join((header, struct.pack("<I", zlib.crc32(header)), text, counts, body))
+    counts = ZSTD.compress(record.counts.astype("<i4", copy=False), asbytes=True)
+    crcs = zlib.crc32(counts, zlib.crc32(text)), _crc32(body.values())
+    lengths = len(text), len(counts), sum(map(len, body.values()))
+    header = HEADER.pack(MAGIC, VERSION, 0, *lengths, *crcs, 0)[:HEADER_CRC_AT]
+    return [b"".join((header, struct.pack("<I", zlib.crc32(header)), text, counts)), *body.values()]
 
 
 def checksum(record: ReplayRecord) -> int:
     """CRC-32 of routes, validity bits and token ids, uncompressed, one after the other."""
-    crc = 0
-    for data in _sections(record).values():
-        crc = zlib.crc32(data, crc)
-    return crc
+    return _crc32(_sections(record).values())
 
 
 def decode(frame: bytes, model: ModelShape, shard: str, offset: int) -> ReplayRecord:
@@ -257,10 +254,19 @@ def _id_of(text: bytes) -> str:
     return str(value)
 
 
-def _sections(record: ReplayRecord) -> dict[str, Any]:
-    """Uncompressed bytes by section, in the order of the checksum; no token ids, no bytes."""
+def _sections(record: ReplayRecord) -> dict[str, NDArray[Any]]:
+    """Uncompressed arrays by section, contiguous, in the order of the checksum; no token ids, no elements."""
+    tokens = np.empty(0, dtype="<i4") if record.token_ids is None else record.token_ids
     return {
-        "routes": record.routes.tobytes(),
-        "valid": np.packbits(record.valid).tobytes(),
-        "token_ids": b"" if record.token_ids is None else record.token_ids.astype("<i4").tobytes(),
+        "routes": record.routes,
+        "valid": np.packbits(record.valid),
+        "token_ids": tokens.astype("<i4", copy=False),
     }
+
+
+def _crc32(pieces: Iterable[Any]) -> int:
+    """CRC-32 of bytes or contiguous arrays, one after the other."""
+    crc = 0
+    for data in pieces:
+        crc = zlib.crc32(data, crc)
+    return crc

@@ -140,7 +140,8 @@ class ReplayRecord:
                 f"{num_rows}: one for each of its {num_rows + 1} tokens but the last, which is never forwarded",
             )
         valid = _valid_rows(ids, model, name)
-        narrow = np.ascontiguousarray(np.where(valid[:, None, None], ids, 0), dtype=model.id_dtype)
+        narrow = np.array(ids, dtype=model.id_dtype, order="C")
+        narrow[~valid] = 0
         tokens = None if token_ids is None else _token_ids(token_ids, num_rows + 1, name)
         record = cls(id, model, prompt_tokens, output_tokens, narrow, valid, tokens, **labels)
         _ = record.counts  # finds an expert selected twice

@@ -181,13 +181,15 @@ class StoreWriter:
                 self._close()
             file = self._open() if self._file is None else self._file
             try:
-                write_all(file, frame)
+                for piece in frame:
+                    write_all(file, piece)
             except BaseException:
                 os.ftruncate(file, self._end)
                 raise
-            self._end += len(frame)
+            size = sum(map(len, frame))
+            self._end += size
             self.num_records += 1
-            self.num_bytes += len(frame)
+            self.num_bytes += size
 
     def sync(self) -> None:
         """Flush to the disk: what was appended survives a crash of the machine."""
