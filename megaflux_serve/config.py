@@ -32,7 +32,11 @@ class MegaFluxConfig(BaseModel):
         transfer_cost_blocks: a replica that must be copied has to win more blocks than this.
         sticky: replicas stay in slots of their layer from batch to batch. Otherwise all layers share one set of slots
             and every batch copies what it uses: s slots a rank in all instead of s a layer.
-        max_tokens: rows of the largest batch of a rank, for which the megakernel's buffers are made.
+        transfer: when the megakernel copies replica weights: ``pipelined``, while home blocks are computed, or
+            ``staged``, before the layer begins (for comparison).
+        max_tokens: rows of the largest batch of a rank, for which the megakernel's buffers are made; None is the limit
+            that the engine's scheduler has.
+        timeout_s: the longest wait for another rank, in seconds; covers what a slow peer may do between two layers.
         gate: costs by which a plan that does not pay is dropped for the fixed placement; None carries out every plan. A
             name such as "2048x768" (hidden x intermediate) stands for what ``megaflux calibrate`` measured here.
         plan_log: directory for one JSON line a layer and batch (``plan_log.PlanLog``); None writes nothing.
@@ -50,7 +54,9 @@ class MegaFluxConfig(BaseModel):
     reduction_penalty: Annotated[StrictInt, Field(ge=0, description="an integer of at least 0 (blocks)")] = 0
     transfer_cost_blocks: Annotated[StrictInt, Field(ge=0, description="an integer of at least 0 (blocks)")] = 0
     sticky: Annotated[StrictBool, Field(description="true or false")] = True
-    max_tokens: Annotated[StrictInt, Field(ge=1, description="an integer of at least 1")] = 8192
+    transfer: Annotated[Literal["pipelined", "staged"], Field(description="pipelined or staged")] = "pipelined"
+    max_tokens: Annotated[StrictInt | None, Field(ge=1, description="null or an integer of at least 1")] = None
+    timeout_s: Annotated[StrictInt, Field(ge=1, le=3600, description="an integer from 1 to 3600 (seconds)")] = 300
     gate: Annotated[
         GateCosts | None,
         Field(

@@ -66,8 +66,8 @@ class ReplicatedMoE:
         executor: who carries plans out, or plans on the device.
         workspace: where replica slots come from; a device executor has its own.
         home: home weights a local rank, E/P experts each: views of the engine's parameters, which stay where they are.
-            A device executor copies them into memory that peers can read, ``slots[i].home``: the engine's parameters
-            must be made views of that.
+            A device executor reads them from memory that peers can read, ``slots[i].home``: it copies those that are
+            not from its ``home_weights``, and the engine's parameters must then be made views of that.
         observers: called with a ``LayerReport`` after every batch, in order. With a device executor a report waits for
             the batch to end.
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError, UnsupportedError
 from megaflux_serve.executors.base import Executor
-from megaflux_serve.executors.device import DeviceExecutor, DeviceLayer
+from megaflux_serve.executors.device import DeviceExecutor, DeviceLayer, MemoryUse
 from megaflux_serve.executors.reference import ReferenceExecutor
 from megaflux_serve.executors.staged import StagedExecutor
 
@@ -43,7 +43,7 @@ def select_executor(
     if kind == "staged":
         if group is None:
             raise ConfigError("executor", kind, "reference or auto: this process holds every rank")
-        return StagedExecutor(group, device)
+        return StagedExecutor(group, device, config.timeout_s)
     if spread:
         raise ConfigError("executor", kind, f"staged or auto: the {num_ranks} ranks are processes of their own")
     return ReferenceExecutor(num_ranks)
@@ -59,9 +59,19 @@ def _megakernel(config: MegaFluxConfig, num_ranks: int, group: dist.ProcessGroup
         missing = "the kernels are not installed (extra gpu)"
     if missing is not None:
         raise UnsupportedError("executor = 'megakernel'", missing, "use staged, reference or auto")
+    if config.max_tokens is None:
+        raise ConfigError("max_tokens", None, "the rows of a rank's largest batch, with executor 'megakernel'")
     from megaflux_serve.executors.megakernel import MegakernelExecutor
 
-    return MegakernelExecutor(num_ranks, group if num_ranks > 1 else None, config.max_tokens)
+    return MegakernelExecutor(num_ranks, group if num_ranks > 1 else None, config.max_tokens, config.timeout_s)
 
 
-__all__ = ["DeviceExecutor", "DeviceLayer", "Executor", "ReferenceExecutor", "StagedExecutor", "select_executor"]
+__all__ = [
+    "DeviceExecutor",
+    "DeviceLayer",
+    "Executor",
+    "MemoryUse",
+    "ReferenceExecutor",
+    "StagedExecutor",
+    "select_executor",
+]

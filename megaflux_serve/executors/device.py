@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -22,10 +23,21 @@ class DeviceLayer(ABC):
     """One layer on the local ranks: plans, routes, moves and computes on the device.
 
     Attributes:
-        slots: weights a local rank. Home weights were copied here; whoever writes new ones writes into these.
+        slots: weights a local rank; whoever writes new home weights writes into these.
     """
 
     slots: Sequence[ExpertSlots]
+
+    @abstractmethod
+    def prepare(self, top_k: int) -> None:
+        """Allocate and compile what depends on k, which the first batch would do otherwise; collective.
+
+        Args:
+            top_k: k, experts of a token.
+
+        Raises:
+            UnsupportedError: a shape that the kernels cannot serve.
+        """
 
     @abstractmethod
     def forward(self, batches: Sequence[RoutingBatch]) -> list[Tensor]:
@@ -68,17 +80,60 @@ class DeviceExecutor(ABC):
     local_ranks: Sequence[int]
 
     @abstractmethod
+    def home_weights(self, layout: SlotLayout, hidden: int, intermediate: int) -> list[ExpertWeights]:
+        """Memory for the home weights of one layer that peers can read, so that loaded weights need not be copied.
+
+        Every rank makes the same calls in the same order.
+
+        Args:
+            layout: ranks, experts and slots.
+            hidden: H.
+            intermediate: I.
+
+        Returns:
+            Uninitialised weights of E/P experts a local rank, for ``layer``.
+        """
+
+    @abstractmethod
     def layer(self, layout: SlotLayout, config: MegaFluxConfig, home: Sequence[ExpertWeights]) -> DeviceLayer:
-        """Allocate one layer and copy its home weights; every rank makes the same calls in the same order.
+        """Make one layer; every rank makes the same calls in the same order.
 
         Args:
             layout: ranks, experts and slots.
             config: what the planner may do, and whether replicas stay.
-            home: home weights a local rank, E/P experts each.
+            home: home weights a local rank, E/P experts each. Those of ``home_weights`` stay where they are, others are
+                copied.
 
         Raises:
             UnsupportedError: a layer that the kernels cannot serve.
         """
 
+    @abstractmethod
+    def raise_failure(self) -> None:
+        """Raise what a batch has reported that is over; for engines whose batches are replays of captured graphs.
 
-__all__ = ["DeviceExecutor", "DeviceLayer"]
+        Raises:
+            PeerTimeoutError: a wait has failed.
+        """
+
+    @abstractmethod
+    def memory_use(self) -> MemoryUse:
+        """What this process has allocated so far."""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes on the local ranks.
+
+    Attributes:
+        weight_bytes: home weights.
+        replica_bytes: replica slots of all layers.
+        workspace_bytes: what the layers share.
+    """
+
+    weight_bytes: int
+    replica_bytes: int
+    workspace_bytes: int
+
+
+__all__ = ["DeviceExecutor", "DeviceLayer", "MemoryUse"]

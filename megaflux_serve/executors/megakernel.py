@@ -11,8 +11,7 @@ must not stand before one that it waits for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from megaflux_kernels.forward import ForwardConfig, shared_config
 from megaflux_kernels.forward_buffers import ForwardBuffers, ForwardLayer, WeightPool
 from megaflux_kernels.forward_map import ForwardMap, WeightMap
-from megaflux_kernels.layout import Header, SearchShape, ShapeError
+from megaflux_kernels.layout import Header, SearchShape
 from megaflux_kernels.planner_buffers import LaunchOptions, PlannerBuffers, WorkTables, launch_planner
 from megaflux_kernels.planner_map import PlannerMap, PlannerShape
 from megaflux_kernels.symmetric import SymmetricMemory
@@ -31,7 +30,8 @@ from torch import Tensor
 
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import CapacityError, InputError, PeerTimeoutError, UnsupportedError
-from megaflux_serve.executors.device import DeviceExecutor, DeviceLayer
+from megaflux_serve.executors.device import DeviceExecutor, DeviceLayer, MemoryUse
+from megaflux_serve.executors.limits import kernel_limits
 from megaflux_serve.planning.plan import ReplicaPlan
 from megaflux_serve.routing import RoutingBatch
 from megaflux_serve.slots import SlotLayout
@@ -54,6 +54,14 @@ class MegakernelExecutor(DeviceExecutor):
         self.num_ranks, self.group, self.max_tokens, self.timeout_s = num_ranks, group, max_tokens, timeout_s
         self.local_ranks = range(num_ranks) if group is None else (dist.get_rank(group),)
         self._shared: dict[tuple[LayerShape, SlotLayout], SharedBuffers] = {}
+        self._awaited: dict[int, WeightPool] = {}  # by address: pools whose layer is not made yet
+        self._weight_bytes = self._replica_bytes = 0
+
+    def home_weights(self, layout: SlotLayout, hidden: int, intermediate: int) -> list[ExpertWeights]:
+        pools = self.allocate_pools(layout, hidden, intermediate)
+        self._awaited |= {pool.w1.data_ptr(): pool for pool in pools}
+        own = layout.experts_per_rank
+        return [ExpertWeights(pool.w1[:own], pool.w2[:own]) for pool in pools]
 
     def layer(self, layout: SlotLayout, config: MegaFluxConfig, home: Sequence[ExpertWeights]) -> DeviceLayer:
         if config.block_rows != BLOCK_ROWS:
@@ -67,6 +75,34 @@ class MegakernelExecutor(DeviceExecutor):
                 )
         with kernel_limits():
             return MegakernelLayer(self, layout, config, home)
+
+    def raise_failure(self) -> None:
+        for shared in self._shared.values():
+            shared.raise_failure()
+
+    def memory_use(self) -> MemoryUse:
+        workspace = sum(shared.num_bytes for shared in self._shared.values())
+        return MemoryUse(self._weight_bytes, self._replica_bytes, workspace)
+
+    def pools(self, layout: SlotLayout, home: Sequence[ExpertWeights]) -> list[WeightPool]:
+        """The weight pools of a layer, holding these home weights: those that ``home_weights`` made, or copies."""
+        addresses = [weights.w13.data_ptr() for weights in home]
+        if all(address in self._awaited for address in addresses):
+            return [self._awaited.pop(address) for address in addresses]
+        pools = self.allocate_pools(layout, home[0].hidden_size, home[0].w2.shape[2])
+        for pool, weights in zip(pools, home, strict=True):
+            pool.w1[: weights.num_experts].copy_(weights.w13)
+            pool.w2[: weights.num_experts].copy_(weights.w2)
+        return pools
+
+    def allocate_pools(self, layout: SlotLayout, hidden: int, intermediate: int) -> list[WeightPool]:
+        """Home and replica slots of one layer, a local rank; collective."""
+        weights = WeightMap(layout.slots_per_rank, hidden, intermediate)
+        pools = [WeightPool(weights, memory) for memory in self.allocate(weights.num_bytes)]
+        expert_bytes = len(pools) * 6 * hidden * intermediate
+        self._weight_bytes += layout.experts_per_rank * expert_bytes
+        self._replica_bytes += layout.num_replica_slots * expert_bytes
+        return pools
 
     def allocate(self, num_bytes: int) -> list[SymmetricMemory]:
         """Symmetric memory of the local ranks; collective."""
@@ -99,6 +135,7 @@ class SharedBuffers:
         topk_ids: int32 [local, max_tokens, k].
         num_tokens: int32 [local].
         failures: int32 [local, 8] on the host, the error records as of some moment after the last batch but one.
+        num_bytes: of all buffers.
     """
 
     def __init__(self, executor: MegakernelExecutor, shape: LayerShape, layout: SlotLayout) -> None:
@@ -119,6 +156,8 @@ class SharedBuffers:
         device = self.forward[0].x.device
         self.topk_ids = torch.zeros(num_local, shape.max_tokens, shape.top_k, dtype=torch.int32, device=device)
         self.num_tokens = torch.zeros(num_local, dtype=torch.int32, device=device)
+        self.num_bytes = self.topk_ids.nbytes + sum(planning.map.num_bytes for planning in self.planners)
+        self.num_bytes += sum(sum(buffers.map.memory_use().values()) for buffers in self.forward)
         self.failures = torch.zeros(num_local, RECORD_WORDS, dtype=torch.int32, pin_memory=True)
         self.streams = [torch.cuda.Stream() for _ in self.forward] if num_local > 1 else []  # type: ignore[no-untyped-call]
         executor.barrier()
@@ -153,8 +192,8 @@ class SharedBuffers:
         """
         if not self.failures.any():
             return
-        torch.cuda.synchronize()  # the copy of a record may not be whole yet
         for buffers in self.forward:
+            torch.cuda.synchronize(buffers.error.device)  # the copy of a record may not be whole yet
             failure = failed_wait(buffers.error.tolist())
             if failure is not None:
                 raise PeerTimeoutError(failure.rank, failure.wait.name.lower(), failure.slot, self.timeout_s)
@@ -170,25 +209,25 @@ class MegakernelLayer(DeviceLayer):
         self, executor: MegakernelExecutor, layout: SlotLayout, config: MegaFluxConfig, home: Sequence[ExpertWeights]
     ) -> None:
         self.executor, self.layout, self.config = executor, layout, config
-        self.options = launch_options(config)
+        self.options, self.pipelined = launch_options(config), config.transfer == "pipelined"
         own, (_, double, hidden) = layout.experts_per_rank, home[0].w13.shape
         self.shape = LayerShape(
             *(layout.num_ranks, layout.num_experts, layout.num_replica_slots, hidden, double // 2),
             top_k=1,  # until the first batch
             max_tokens=executor.max_tokens,
         )
-        weights = WeightMap(layout.slots_per_rank, hidden, double // 2)
-        self.pools = [WeightPool(weights, memory) for memory in executor.allocate(weights.num_bytes)]
+        self.pools = executor.pools(layout, home)
         self.slots = []
-        for pool, given in zip(self.pools, home, strict=True):
-            pool.w1[:own].copy_(given.w13)
-            pool.w2[:own].copy_(given.w2)
+        for pool in self.pools:
             mine, replicas = ExpertWeights(pool.w1[:own], pool.w2[:own]), ExpertWeights(pool.w1[own:], pool.w2[own:])
             self.slots.append(ExpertSlots(mine, replicas))
         extents = (len(self.pools), layout.num_ranks, layout.num_replica_slots)
         self.resident = torch.full(extents, -1, dtype=torch.int32, device=self.pools[0].w1.device)
         self._bound: BoundLayer | None = None
         executor.barrier()
+
+    def prepare(self, top_k: int) -> None:
+        self.bound(top_k)
 
     def forward(self, batches: Sequence[RoutingBatch]) -> list[Tensor]:
         shared, layers = self.bound(batches[0].topk_ids.shape[1])
@@ -205,7 +244,9 @@ class MegakernelLayer(DeviceLayer):
         for stream, layer, scales, out in zip(shared.streams or [current], layers, weights, outputs, strict=True):
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                layer.forward()
+                if not self.pipelined:
+                    layer.transfer()
+                layer.forward(self.pipelined)
                 layer.buffers.combine(scales, out)
         for stream in shared.streams:
             current.wait_stream(stream)
@@ -250,19 +291,6 @@ class BoundLayer:
 
     shared: SharedBuffers
     layers: list[ForwardLayer]
-
-
-@contextmanager
-def kernel_limits() -> Iterator[None]:
-    """Say in the library's words that the kernels refuse a shape or an option.
-
-    Raises:
-        UnsupportedError: instead of ``ShapeError``.
-    """
-    try:
-        yield
-    except ShapeError as error:
-        raise UnsupportedError("executor = 'megakernel'", str(error), "use staged") from None
 
 
 def launch_options(config: MegaFluxConfig) -> LaunchOptions:
@@ -310,4 +338,4 @@ def _work_tables(buffers: ForwardBuffers, config: ForwardConfig) -> WorkTables:
     )
 
 
-__all__ = ["MegakernelExecutor", "MegakernelLayer", "launch_options", "plan_on_host"]
+__all__ = ["MegakernelExecutor", "MegakernelLayer", "kernel_limits", "launch_options", "plan_on_host"]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError, UnsupportedError
 from megaflux_vllm.backend_name import BACKEND
+from megaflux_vllm.choice import settle
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,6 +34,8 @@ SERVED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "enable_elastic_ep": (OFF, "ranks and home experts are fixed when the engine starts", "drop it"),
     "enable_dbo": (OFF, "the exchanges of two half batches would interleave", "drop it"),
     "enable_lora": (OFF, "adapters of routed experts are not computed", "merge the adapter into the checkpoint"),
+    "enable_sleep_mode": (OFF, "weights and replicas lie in memory that other ranks map", "drop it"),
+    "cpu_offload_gb": ((0,), "weights lie in memory that other ranks map", "drop it"),
     "quantization": (OFF, f"experts are computed in {' or '.join(DTYPES)}", "serve a checkpoint that is not quantized"),
     "speculative_config": (OFF, "layers of a draft model are not tested", "drop it"),
     "pipeline_parallel_size": ((1,), "pipeline stages are not tested", "use data or tensor parallelism"),
@@ -54,7 +57,8 @@ def check_before_weights_load() -> None:
             check_arguments(self)
         config = create(self, *args, **kwargs)
         if config.kernel_config.moe_backend == BACKEND:
-            check_config(config)
+            options = check_config(config).model_dump(mode="json", exclude_unset=True)
+            config.additional_config = {**config.additional_config, BACKEND: options}
         return config
 
     create_engine_config.checked_by_megaflux = True
@@ -83,6 +87,8 @@ def megaflux_config(additional_config: Any) -> MegaFluxConfig:
 
 def option_error(error: ConfigError) -> ConfigError:
     """The core's error, with the option's name as it stands on vLLM's command line."""
+    if error.field.startswith("--"):
+        return error
     path = BACKEND if error.field == BACKEND else f"{BACKEND}.{error.field}"
     return ConfigError(f"--additional-config {path}", error.value, error.allowed)
 
@@ -102,8 +108,11 @@ def check_arguments(args: EngineArgs) -> None:
             raise UnsupportedError(flag if value is True else f"{flag} {value}", f"with {FLAG}, {reason}", instead)
 
 
-def check_config(config: VllmConfig) -> None:
+def check_config(config: VllmConfig) -> MegaFluxConfig:
     """Refuse what the model's configuration and the ranks decide, in the front end.
+
+    Returns:
+        The options, with what they left open settled for all ranks (``choice.settle``).
 
     Raises:
         ConfigError: ranks that do not divide the experts, more replica slots than a rank can use.
@@ -135,40 +144,16 @@ def check_config(config: VllmConfig) -> None:
         )
     try:
         options.slot_layout(num_experts, num_ranks)
+        options = settle(config, options, num_ranks)
     except ConfigError as error:
         raise option_error(error) from None
-    if options.executor == "megakernel":
-        check_megakernel(config, options)
-    elif not model.enforce_eager:
+    if options.executor != "megakernel" and not model.enforce_eager:
         raise ConfigError(
             "--enforce-eager",
             False,
             f"executor {options.executor!r} reads the routing on the host, so it needs the flag",
         )
-
-
-def check_megakernel(config: VllmConfig, options: MegaFluxConfig) -> None:
-    """Refuse what only the megakernel cannot serve.
-
-    Raises:
-        ConfigError: naming the flag or option.
-    """
-    model, executor = config.model_config, "with executor 'megakernel'"
-    if str(model.dtype) != "torch.bfloat16":
-        raise ConfigError("--dtype", str(model.dtype).removeprefix("torch."), f"bfloat16 {executor}")
-    if options.block_rows != 128:
-        raise option_error(ConfigError("block_rows", options.block_rows, f"128 {executor}"))
-    rows = -(-config.scheduler_config.max_num_batched_tokens // config.parallel_config.tensor_parallel_size)
-    if rows > options.max_tokens:
-        raise option_error(
-            ConfigError("max_tokens", options.max_tokens, f"at least {rows}, the rows that vLLM may schedule on a rank")
-        )
-    if options.plan_log is not None and not model.enforce_eager:
-        raise option_error(
-            ConfigError(
-                "plan_log", str(options.plan_log), "null, or --enforce-eager: a captured graph cannot be logged"
-            )
-        )
+    return options
 
 
 def check_layer(name: str, moe: FusedMoEConfig, quantized_as: str | None, weights_on_input: bool) -> None:

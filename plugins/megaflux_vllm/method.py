@@ -83,20 +83,16 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
             self.layout = self.context.options.slot_layout(self.moe.num_experts, self.context.executor.num_ranks, home)
         except ConfigError as error:
             raise option_error(error) from None
-        shapes = {
-            "w13_weight": (num_experts, 2 * intermediate_size_per_partition, hidden_size),
-            "w2_weight": (num_experts, hidden_size, intermediate_size_per_partition),
-        }
-        for parameter, shape in shapes.items():
-            weight = torch.nn.Parameter(torch.empty(shape, dtype=params_dtype), requires_grad=False)
-            layer.register_parameter(parameter, weight)
+        home = self.context.home_weights(self.layout, hidden_size, intermediate_size_per_partition, params_dtype)
+        for name, tensor in (("w13_weight", home.w13), ("w2_weight", home.w2)):
+            weight = torch.nn.Parameter(tensor, requires_grad=False)
+            layer.register_parameter(name, weight)
             set_weight_attrs(weight, extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Build the layer on its loaded weights; on later calls, forget replicas of the weights before.
 
-        The parameters become views of the home slots, which may lie in memory that other ranks can read. vLLM copies
-        reloaded weights back into the parameters of the first call, so they stay that.
+        vLLM copies reloaded weights back into the parameters of the first call, so these stay the home slots.
         """
         if self.replicated_moe is not None:
             self.weights_updated()
@@ -111,10 +107,8 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
             [ExpertWeights(layer.w13_weight.data, layer.w2_weight.data)],
             self.context.observers,
         )
-        (slots,) = self.replicated_moe.slots  # the megakernel keeps home weights where peers can read them
-        layer.w13_weight.data, layer.w2_weight.data = slots.home.w13, slots.home.w2
-        home = self.replicated_moe.slots[0].home
-        layer.w13_weight.data, layer.w2_weight.data = home.w13, home.w2
+        if self.replicated_moe.on_device is not None:  # before vLLM measures memory and captures graphs
+            self.replicated_moe.on_device.prepare(self.moe.experts_per_token)
 
     def weights_updated(self) -> None:
         """Have every rank forget its resident replicas before the next batch."""

@@ -20,9 +20,10 @@ from megaflux_serve.errors import ConfigError, InputError
 from megaflux_serve.executors import DeviceExecutor, Executor, select_executor
 from megaflux_serve.layer import Observer
 from megaflux_serve.plan_log import PlanLog
-from megaflux_serve.slots import IntArray
-from megaflux_serve.workspace import Workspace
+from megaflux_serve.slots import IntArray, SlotLayout
+from megaflux_serve.workspace import ExpertWeights, Workspace
 from megaflux_vllm.checks import megaflux_config, option_error
+from megaflux_vllm.failures import watch_failures
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -45,6 +46,15 @@ class RankContext:
     workspace: Workspace
     observers: list[Observer]
 
+    def home_weights(self, layout: SlotLayout, hidden: int, intermediate: int, dtype: torch.dtype) -> ExpertWeights:
+        """Memory for the weights of one layer's E/P experts, on the device that vLLM builds the model for."""
+        if isinstance(self.executor, DeviceExecutor):
+            (home,) = self.executor.home_weights(layout, hidden, intermediate)
+            return home
+        own = layout.experts_per_rank
+        w13 = torch.empty((own, 2 * intermediate, hidden), dtype=dtype)
+        return ExpertWeights(w13, torch.empty((own, hidden, intermediate), dtype=dtype))
+
 
 _contexts: WeakKeyDictionary[GroupCoordinator, RankContext] = WeakKeyDictionary()
 
@@ -66,6 +76,8 @@ def rank_context() -> RankContext:
             executor = select_executor(options, group.world_size, group.device_group, current_platform.device_type)
         except ConfigError as error:
             raise option_error(error) from None
+        if isinstance(executor, DeviceExecutor):
+            watch_failures(executor)
         workspace = Workspace(options.replica_slots if group.world_size > 1 else 0, options.sticky)
         logs = [PlanLog(options.plan_log)] if options.plan_log is not None and group.rank_in_group == 0 else []
         _contexts[group] = RankContext(options, executor, workspace, [*logs])

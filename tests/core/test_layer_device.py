@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import InputError, UnsupportedError
-from megaflux_serve.executors import DeviceExecutor, DeviceLayer, ReferenceExecutor, select_executor
+from megaflux_serve.executors import DeviceExecutor, DeviceLayer, MemoryUse, ReferenceExecutor, select_executor
 from megaflux_serve.layer import LayerReport, ReplicatedMoE
 from megaflux_serve.planning.plan import ReplicaPlan
 from megaflux_serve.routing import RoutingBatch
@@ -33,6 +33,9 @@ class ReferenceOnDevice(DeviceLayer):
         self.inner.observers.append(lambda report: self.plans.append(report.plan))
         self.asked: list[str] = []
 
+    def prepare(self, top_k: int) -> None:
+        self.asked.append(f"prepare {top_k}")
+
     def forward(self, batches: Sequence[RoutingBatch]) -> list[Tensor]:
         return self.inner.forward(batches)
 
@@ -47,6 +50,15 @@ class ReferenceOnDevice(DeviceLayer):
 class OnDevice(DeviceExecutor):
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks, self.local_ranks = num_ranks, range(num_ranks)
+
+    def home_weights(self, layout: SlotLayout, hidden: int, intermediate: int) -> list[ExpertWeights]:
+        raise NotImplementedError
+
+    def raise_failure(self) -> None:
+        raise NotImplementedError
+
+    def memory_use(self) -> MemoryUse:
+        raise NotImplementedError
 
     def layer(self, layout: SlotLayout, config: MegaFluxConfig, home: Sequence[ExpertWeights]) -> DeviceLayer:
         return ReferenceOnDevice(layout, config, home)

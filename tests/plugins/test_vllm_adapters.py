@@ -26,7 +26,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import InputError, MegafluxError, UnsupportedError
-from megaflux_serve.executors import DeviceExecutor, DeviceLayer, Executor, ReferenceExecutor
+from megaflux_serve.executors import DeviceExecutor, DeviceLayer, Executor, MemoryUse, ReferenceExecutor
 from megaflux_serve.planning.plan import ReplicaPlan
 from megaflux_serve.routing import RoutingBatch
 from megaflux_serve.slots import SlotLayout
@@ -253,10 +253,24 @@ class OwnMemory(DeviceExecutor, DeviceLayer):
 
     num_ranks, local_ranks = 1, range(1)
 
+    def home_weights(self, layout: SlotLayout, hidden: int, intermediate: int) -> list[ExpertWeights]:
+        own = layout.experts_per_rank
+        home = ExpertWeights(torch.zeros(own, 2 * intermediate, hidden), torch.zeros(own, hidden, intermediate))
+        self.slots = [ExpertSlots(home, home.empty_like(0))]
+        return [home]
+
     def layer(self, layout: SlotLayout, config: MegaFluxConfig, home: Sequence[ExpertWeights]) -> DeviceLayer:
-        copies = [ExpertWeights(weights.w13.clone(), weights.w2.clone()) for weights in home]
-        self.slots = [ExpertSlots(copy, copy.empty_like(0)) for copy in copies]
+        assert home[0].w13.data_ptr() == self.slots[0].home.w13.data_ptr()
         return self
+
+    def prepare(self, top_k: int) -> None:
+        self.top_k = top_k
+
+    def raise_failure(self) -> None:
+        pass
+
+    def memory_use(self) -> MemoryUse:
+        raise NotImplementedError
 
     def forward(self, batches: Sequence[RoutingBatch]) -> list[torch.Tensor]:
         return [batch.hidden for batch in batches]
@@ -268,13 +282,14 @@ class OwnMemory(DeviceExecutor, DeviceLayer):
         pass
 
 
-def test_parameters_become_views_of_the_memory_that_the_executor_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_views_of_the_memory_that_the_executor_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = OwnMemory()
     quant_method, module = loaded_layer(monkeypatch, executor)
     home = executor.slots[0].home
     assert module.w13_weight.data_ptr() == home.w13.data_ptr()
     module.w2_weight.data.fill_(3.0)  # as vLLM's loaders write
     assert (home.w2 == 3.0).all()
+    assert executor.top_k == 2  # known before the first batch
     assert quant_method.home_weights_checked(module).slots[0].home is home
 
 

@@ -1,0 +1,111 @@
+"""What the options leave open, settled in the front end: the executor that ``auto`` means, and the largest batch.
+
+Decides once for all ranks, from the model's configuration and the machine, before an engine process starts; the answer
+travels with vLLM's configuration. Touches no device.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from megaflux_serve.config import MegaFluxConfig
+from megaflux_serve.errors import ConfigError, UnsupportedError
+from megaflux_serve.executors.limits import layer_shape
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+LOGGER = logging.getLogger("vllm.megaflux")
+BLOCK_ROWS = 128
+INTERMEDIATE_SIZES = ("moe_intermediate_size", "intermediate_size")
+TOP_KS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
+"""Names that configurations of MoE models have for I and k, in the order in which they are looked for."""
+
+
+def settle(config: VllmConfig, options: MegaFluxConfig, num_ranks: int) -> MegaFluxConfig:
+    """The options with ``executor`` and ``max_tokens`` filled in.
+
+    Args:
+        config: vLLM's configuration, with routed experts.
+        options: as given.
+        num_ranks: expert-parallel ranks.
+
+    Raises:
+        ConfigError: a ``max_tokens`` below what vLLM may schedule on a rank; an option or dtype that the megakernel,
+            asked for by name, does not serve.
+        UnsupportedError: a machine or a shape that the megakernel, asked for by name, does not serve.
+    """
+    rows = -(-config.scheduler_config.max_num_batched_tokens // config.parallel_config.tensor_parallel_size)
+    if options.max_tokens is not None and options.max_tokens < rows:
+        allowed = f"null, or at least {rows}, the rows that vLLM may schedule on a rank"
+        raise ConfigError("max_tokens", options.max_tokens, allowed)
+    options = options.model_copy(update={"max_tokens": options.max_tokens or rows})
+    if options.executor == "megakernel":
+        check_megakernel(config, options, num_ranks)
+    elif options.executor == "auto":
+        options = options.model_copy(update={"executor": automatic(config, options, num_ranks)})
+    return options
+
+
+def automatic(config: VllmConfig, options: MegaFluxConfig, num_ranks: int) -> str:
+    """The executor that ``auto`` stands for here, said in the log with the reason."""
+    on_host = "staged" if num_ranks > 1 else "reference"
+    try:
+        check_megakernel(config, options, num_ranks)
+        obstacle = machine_obstacle(config, num_ranks)
+    except (ConfigError, UnsupportedError) as error:
+        obstacle = str(error)
+    if obstacle is None:
+        LOGGER.info("executor 'auto' is 'megakernel' here")
+        return "megakernel"
+    LOGGER.info("executor 'auto' is %r here, not 'megakernel': %s", on_host, obstacle)
+    return on_host
+
+
+def machine_obstacle(config: VllmConfig, num_ranks: int) -> str | None:
+    """Why this machine cannot run the megakernel, None if it can; asks the driver, starts no context."""
+    from vllm.platforms import current_platform as platform
+
+    parallel = config.parallel_config
+    local_ranks = parallel.tensor_parallel_size * max(1, parallel.data_parallel_size_local)
+    if not platform.is_cuda():
+        return "this machine has no NVIDIA GPU"
+    if not platform.is_device_capability_family(90):
+        return f"{platform.get_device_name()} is not of the Hopper generation"
+    if find_spec("cutlass") is None:
+        return "the kernel language is not installed (extra gpu)"
+    if local_ranks != num_ranks:
+        return f"{local_ranks} of {num_ranks} ranks are on this node, and it needs all of them"
+    if num_ranks > 1 and not platform.is_fully_connected(
+        [platform.device_id_to_physical_device_id(index) for index in range(num_ranks)]
+    ):
+        return "the GPUs are not all connected by NVLink"
+    return None
+
+
+def check_megakernel(config: VllmConfig, options: MegaFluxConfig, num_ranks: int) -> None:
+    """Refuse what the megakernel cannot serve, whatever the machine.
+
+    Raises:
+        ConfigError: naming the flag or option.
+        UnsupportedError: naming a size of the model.
+    """
+    model, executor = config.model_config, "with executor 'megakernel'"
+    if str(model.dtype) != "torch.bfloat16":
+        raise ConfigError("--dtype", str(model.dtype).removeprefix("torch."), f"bfloat16 {executor}")
+    if options.block_rows != BLOCK_ROWS:
+        raise ConfigError("block_rows", options.block_rows, f"{BLOCK_ROWS} {executor}")
+    if options.plan_log is not None and not model.enforce_eager:
+        allowed = "null, or --enforce-eager: a captured graph cannot be logged"
+        raise ConfigError("plan_log", str(options.plan_log), allowed)
+    sizes = vars(model.hf_text_config)
+    intermediate = next((sizes[name] for name in INTERMEDIATE_SIZES if sizes.get(name)), None)
+    top_k = next((sizes[name] for name in TOP_KS if sizes.get(name)), None)
+    if intermediate is not None and top_k is not None:  # else the layer is checked when it is built
+        slots, tokens = options.replica_slots if num_ranks > 1 else 0, options.max_tokens or 1
+        layer_shape(num_ranks, model.get_num_experts(), slots, model.get_hidden_size(), intermediate, top_k, tokens)
+
+
+__all__ = ["automatic", "check_megakernel", "machine_obstacle", "settle"]
