@@ -23,10 +23,8 @@ from benchmarks.bench_layer_forward import ROUTINGS, SHAPES, make_rig, run_case,
 from benchmarks.harness.rows import RESULTS
 
 CHOICES = {
-    "groups of 8": Tiling(group_blocks=8),
-    "groups of 16": Tiling(group_blocks=16),
-    "groups of 32": Tiling(group_blocks=32),
-    "groups of 16, lag 400": Tiling(group_blocks=16, lag=400),
+    "pool": Tiling(),
+    "gather": Tiling(gather=True),
 }
 
 

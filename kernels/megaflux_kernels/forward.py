@@ -59,7 +59,7 @@ from megaflux_kernels.worklist import (
 arch = cute.arch
 THREADS = 384  # ptxas refuses m64n256k16 from 416 threads on, whatever setmaxnreg grants
 STAGES = 3  # a fourth would leave no room for 256-column staging rows, which are worth more
-SERVICE_REGISTERS, MATRIX_REGISTERS = 56, 224
+SERVICE_REGISTERS, MATRIX_REGISTERS = 80, 216
 TRACE = ("start", "peers started", "rows pulled", "pulls over", "last task stored", "end", "FC1 waits", "FC2 waits")
 
 
@@ -110,8 +110,8 @@ class Forward:
         counters = Counters(self.max_rows // BLOCK_ROWS, shape.num_replica_slots)
         self.load_warp = LoadWarp(shape, config.tiling, counters, STAGES, config.trace)
         self.store_warp = StoreWarp(shape, config.tiling, counters, config.num_ctas, config.trace)
-        self.pull_warp = PullWarp(shape, counters)
-        self.matrix_warps = MatrixWarps(shape, self.columns, STAGES, self.store_warp.pitch)
+        self.pull_warp = PullWarp(shape, counters, config.tiling.gather)
+        self.matrix_warps = MatrixWarps(shape, self.columns, STAGES, self.store_warp.pitch, config.tiling.gather)
 
     @cute.jit
     def __call__(
@@ -157,7 +157,7 @@ class Forward:
 
         w1_rows, w1_strides = (intermediate, 2), (hidden, intermediate * hidden)  # (row, gate or up)
         gmem = (
-            tensor(pool, (self.max_rows, hidden), (hidden, 1)),
+            tensor(pool, (1 if self.config.tiling.gather else self.max_rows, hidden), (hidden, 1)),
             tensor(w1, (w1_rows, hidden, shape.slots), (w1_strides, 1, 2 * intermediate * hidden)),
             tensor(act, (self.max_rows, intermediate), (intermediate, 1)),
             tensor(w2, (hidden, intermediate, shape.slots), (intermediate, 1, hidden * intermediate)),
@@ -255,7 +255,7 @@ class Forward:
         if warp < 4:
             arch.setmaxregister_decrease(SERVICE_REGISTERS)
             if warp == 0:
-                self.load_warp.run(smem, whole, shared, ring, loads, place, tables.counters, ranks, trace)
+                self.load_warp.run(smem, buffers.pool, whole, shared, ring, loads, place, tables, ranks, trace)
             elif warp == 1:
                 self.store_warp.run(staging, staged, pulls_over, ring, place, buffers.act, tables, ranks, trace)
             elif warp == 2:
@@ -282,7 +282,7 @@ class Forward:
         """Arrivals that complete a phase of each barrier."""
         init = arch.mbarrier_init
         for i in range_constexpr(STAGES):
-            init(storage.load_full.data_ptr() + i, 1)
+            init(storage.load_full.data_ptr() + i, self.load_warp.arrivals)
             init(storage.load_empty.data_ptr() + i, 8 * CLUSTER)  # every matrix warp of both CTAs
         for i in range_constexpr(RING_WORDS):
             init(storage.ring_full.data_ptr() + i, 1)

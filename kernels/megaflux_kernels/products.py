@@ -41,7 +41,9 @@ def multiply_stage(operation, accumulator, rows, columns, stage, first: cutlass.
 
 
 @cute.jit
-def multiply(operands, barriers, num_k_tiles, stage, phase, num_stages: cutlass.Constexpr, lane):
+def multiply(
+    operands, barriers, num_k_tiles, stage, phase, num_stages: cutlass.Constexpr, lane, gather: cutlass.Constexpr
+):
     """accumulator = rows @ columns.T over ``num_k_tiles`` stages of the load ring, one WGMMA group kept in flight.
 
     Args:
@@ -58,11 +60,15 @@ def multiply(operands, barriers, num_k_tiles, stage, phase, num_stages: cutlass.
     operation, accumulator, rows, columns = operands
     full, empty = barriers
     arch.mbarrier_wait(full + stage, phase)
+    if const_expr(gather):
+        arch.fence_proxy("async.shared", space="cta")
     multiply_stage(operation, accumulator, rows, columns, stage, True)
     previous = stage
     stage, phase = advance(stage, phase, num_stages)
     for _ in cutlass.range(num_k_tiles - 1, unroll=1):
         arch.mbarrier_wait(full + stage, phase)
+        if const_expr(gather):
+            arch.fence_proxy("async.shared", space="cta")
         multiply_stage(operation, accumulator, rows, columns, stage, False)
         warpgroup.wait_group(1)
         release_stage(empty + previous, lane)
@@ -116,7 +122,8 @@ class MatrixWarps:
         pitch: bytes from one staged row to the next.
     """
 
-    def __init__(self, shape: LayerShape, columns: int, stages: int, pitch: int) -> None:
+    def __init__(self, shape: LayerShape, columns: int, stages: int, pitch: int, gather: bool) -> None:
+        self.gather = gather
         self.shape, self.columns, self.stages, self.pitch = shape, columns, stages, pitch
 
     @cute.jit
@@ -148,7 +155,7 @@ class MatrixWarps:
             num_k = Int32(self.shape.hidden // K_TILE)
             if task.kind == int(Kind.FC2):
                 num_k = Int32(self.shape.intermediate // K_TILE)
-            stage, phase = multiply(operands, loads, num_k, stage, phase, self.stages, lane)
+            stage, phase = multiply(operands, loads, num_k, stage, phase, self.stages, lane, self.gather)
             if task.kind == int(Kind.FC1):
                 stage_rows(accumulator, True, self.columns // 2, address, buffer, buffer_phase, lane)
             else:
