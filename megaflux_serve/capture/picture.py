@@ -1,32 +1,19 @@
 """A window in one picture: expert shares, rank skew, lengths, and distances between tasks (RoutePack Figure 5).
 
-Decides what it looks like. Draws off screen.
+Decides what is drawn.
 """
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megaflux_serve.capture.profile import layer_profiles, task_distances
 from megaflux_serve.capture.window import SealedWindow
-
-BLUE, ORANGE = "#0072B2", "#E69F00"  # Okabe and Ito: told apart with every kind of colour vision
-STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-}
+from megaflux_serve.drawing import BLUE, ORANGE, new_figure, png, styled
 
 
 def window_picture(window: SealedWindow, num_ranks: int) -> bytes:
@@ -40,19 +27,16 @@ def window_picture(window: SealedWindow, num_ranks: int) -> bytes:
         ConfigError: P does not divide E.
     """
     labels, distances = task_distances(window.counts, [record.task for record in window.records], num_ranks)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4.2 * (3 + (len(labels) > 1)), 3.6), layout="constrained")
-        FigureCanvasAgg(figure)
-        panels = list(figure.subplots(1, 3 + (len(labels) > 1)))
+    num_panels = 3 + (len(labels) > 1)
+    with styled():
+        figure = new_figure(4.2 * num_panels, 3.6)
+        panels = list(figure.subplots(1, num_panels))
         _expert_shares(panels[0], figure, window)
         _rank_skew(panels[1], window, num_ranks)
         _lengths(panels[2], window)
         if len(labels) > 1:
             _task_distances(panels[3], labels, distances)
-        figure.suptitle(f"window {window.name}: {len(window)} records", x=0.01, ha="left", fontweight="bold")
-        image = io.BytesIO()
-        figure.savefig(image, format="png", dpi=150, metadata={"Software": None})
-    return image.getvalue()
+        return png(figure, f"window {window.name}: {len(window)} records")
 
 
 def _expert_shares(axes: Axes, figure: Figure, window: SealedWindow) -> None:

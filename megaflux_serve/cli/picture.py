@@ -5,32 +5,20 @@ Decides what a load picture looks like. Knows only ``LayerSummary``.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megaflux_serve.cli.summary import LayerSummary
+from megaflux_serve.drawing import BLUE, ORANGE, new_figure, png, styled
 
 MAX_BAR_PANELS, MAX_BAR_RANKS = 16, 16
 """More layers or ranks than this are drawn as a heat map; bars would be too thin to read."""
 
-# Okabe and Ito: told apart with every kind of colour vision.
-BEFORE, AFTER = "#E69F00", "#0072B2"
-STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-}
+BEFORE, AFTER = ORANGE, BLUE
 
 
 def draw_loads(layers: Sequence[LayerSummary], title: str, unit: str) -> bytes:
@@ -44,19 +32,8 @@ def draw_loads(layers: Sequence[LayerSummary], title: str, unit: str) -> bytes:
         unit: what the loads count, such as ``rows`` or ``blocks``.
     """
     small = len(layers) <= MAX_BAR_PANELS and len(layers[0].loads) <= MAX_BAR_RANKS
-    with matplotlib.rc_context(STYLE):
-        figure = _bars(layers, unit) if small else _heat_maps(layers)
-        figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
-        image = io.BytesIO()
-        figure.savefig(image, format="png", dpi=150, metadata={"Software": None})
-    return image.getvalue()
-
-
-def _new_figure(width: float, height: float) -> Figure:
-    """An off-screen figure; sizes in inches."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    with styled():
+        return png(_bars(layers, unit) if small else _heat_maps(layers), title)
 
 
 def _bars(layers: Sequence[LayerSummary], unit: str) -> Figure:
@@ -64,7 +41,7 @@ def _bars(layers: Sequence[LayerSummary], unit: str) -> Figure:
     num_ranks = len(layers[0].loads)
     columns = min(len(layers), 4 if num_ranks <= 8 else 2)
     rows = -(-len(layers) // columns)
-    figure = _new_figure(max(5.0, columns * max(2.5, 0.42 * num_ranks + 0.6)), 2.3 * rows + 0.9)
+    figure = new_figure(max(5.0, columns * max(2.5, 0.42 * num_ranks + 0.6)), 2.3 * rows + 0.9)
     panels: list[Axes] = list(figure.subplots(rows, columns, squeeze=False, sharey=len(layers) > 1).flat)
     ranks = np.arange(num_ranks)
     for layer, axes in zip(layers, panels, strict=False):
@@ -88,7 +65,7 @@ def _heat_maps(layers: Sequence[LayerSummary]) -> Figure:
     """Layer by rank, load over the layer's mean; one colour scale for before and after, white at the mean."""
     before, after = (_over_mean([getattr(layer, name) for layer in layers]) for name in ("fixed_loads", "loads"))
     num_layers, num_ranks = before.shape
-    figure = _new_figure(max(7.5, 2 * min(0.45 * num_ranks, 8) + 2.2), max(3.2, min(0.24 * num_layers, 16) + 1.4))
+    figure = new_figure(max(7.5, 2 * min(0.45 * num_ranks, 8) + 2.2), max(3.2, min(0.24 * num_layers, 16) + 1.4))
     reach = max(float(np.abs(np.stack([before, after]) - 1).max()), 0.05)
     panels = figure.subplots(1, 2, sharey=True)
     for axes, loads, name in zip(panels, (before, after), ("fixed placement", "with replicas"), strict=True):

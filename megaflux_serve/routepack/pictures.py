@@ -6,14 +6,12 @@ excess (the paper's Figure 8), and the cost of every window of a replay (Figure 
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
+from megaflux_serve.drawing import BLUE, GREEN, ORANGE, new_figure, png, styled
 from megaflux_serve.routepack.baselines import dp_local_ffd
 from megaflux_serve.routepack.demand import Demand
 from megaflux_serve.routepack.placement import Placement
@@ -21,19 +19,18 @@ from megaflux_serve.routepack.plan import WindowPlan
 from megaflux_serve.routepack.report import PolicyReport
 from megaflux_serve.routepack.score import Problem, row_costs
 
-# Okabe and Ito's palette: told apart with every kind of colour vision.
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "0.6"
+GREY = "0.6"
 
 
 def window_picture(demand: Demand, plan: WindowPlan, policies: Sequence[PolicyReport]) -> bytes:
     """Rank loads, row costs and policies of one window."""
-    figure = Figure(figsize=(13, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    loads, rows, bars = figure.subplots(1, 3)
-    _draw_rank_loads(loads, demand, plan)
-    _draw_row_costs(rows, demand, plan)
-    _draw_policies(bars, policies, plan.bound.total)
-    return _png(figure)
+    with styled():
+        figure = new_figure(13, 3.6)
+        loads, rows, bars = figure.subplots(1, 3)
+        _draw_rank_loads(loads, demand, plan)
+        _draw_row_costs(rows, demand, plan)
+        _draw_policies(bars, policies, plan.bound.total)
+        return png(figure)
 
 
 def replay_picture(windows: Sequence[Sequence[PolicyReport]]) -> bytes:
@@ -42,17 +39,17 @@ def replay_picture(windows: Sequence[Sequence[PolicyReport]]) -> bytes:
     Args:
         windows: per window what ``compare_policies`` returned; policies that a window lacks leave a gap.
     """
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
     names = list(dict.fromkeys(report.policy for reports in windows for report in reports))
-    for name in names:
-        costs = [next((100 * (1 - r.saved) for r in reports if r.policy == name), np.nan) for reports in windows]
-        axes.plot(range(1, len(windows) + 1), costs, marker="o", markersize=3, label=name)
-    axes.set(xlabel="window", ylabel="joint cost, Base = 100")
-    axes.set_title("Cost of every window", loc="left")
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    return _png(figure)
+    with styled():
+        figure = new_figure(8, 3.6)
+        axes = figure.subplots()
+        for name in names:
+            costs = [next((100 * (1 - r.saved) for r in reports if r.policy == name), np.nan) for reports in windows]
+            axes.plot(range(1, len(windows) + 1), costs, marker="o", markersize=3, label=name)
+        axes.set(xlabel="window", ylabel="joint cost, Base = 100")
+        axes.set_title("Cost of every window")
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+        return png(figure)
 
 
 def _draw_rank_loads(axes: Axes, demand: Demand, plan: WindowPlan) -> None:
@@ -62,8 +59,8 @@ def _draw_rank_loads(axes: Axes, demand: Demand, plan: WindowPlan) -> None:
         axes.plot(rank_loads.max(axis=1) / rank_loads.mean(axis=1), color=colour, label=label, drawstyle="steps-mid")
     axes.axhline(1, color=GREY, linewidth=0.8)
     axes.set(xlabel="MoE layer", ylabel="busiest rank / mean")
-    axes.set_title(f"Placement: {plan.num_moved} experts move", loc="left")
-    axes.legend(frameon=False)
+    axes.set_title(f"Placement: {plan.num_moved} experts move")
+    axes.legend()
 
 
 def _draw_row_costs(axes: Axes, demand: Demand, plan: WindowPlan) -> None:
@@ -77,8 +74,8 @@ def _draw_row_costs(axes: Axes, demand: Demand, plan: WindowPlan) -> None:
         axes.plot(costs.joint.reshape(-1)[order], color=colour, label=f"{label}, {layout.num_rows} rows")
         axes.plot(costs.dense.reshape(-1)[order], color=colour, linestyle=":", linewidth=1)
     axes.set(xlabel="row-shard, dearest first", ylabel="modelled cost", ylim=(0, None))
-    axes.set_title("Rows: joint (line), dense part (dots)", loc="left")
-    axes.legend(frameon=False)
+    axes.set_title("Rows: joint (line), dense part (dots)")
+    axes.legend()
 
 
 def _draw_policies(axes: Axes, policies: Sequence[PolicyReport], bound: float) -> None:
@@ -93,17 +90,11 @@ def _draw_policies(axes: Axes, policies: Sequence[PolicyReport], bound: float) -
     axes.axvline(bound, color=GREY, linewidth=0.8)
     axes.invert_yaxis()
     axes.set(xlabel="modelled cost (grey line: bound B)")
-    axes.set_title("Policies", loc="left")
-    axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.4, -0.2))
+    axes.set_title("Policies")
+    axes.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.4, -0.2))
 
 
 def _problem(demand: Demand, placement: Placement, plan: WindowPlan) -> Problem:
     table = demand.rank_demand(placement.owner, plan.topology.num_ranks)
     copies = np.zeros_like(table) if plan.cost.communication else None
     return Problem.of(table, demand.lengths, plan.topology, plan.cost, copies)
-
-
-def _png(figure: Figure) -> bytes:
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=130, metadata={"Software": None})
-    return image.getvalue()

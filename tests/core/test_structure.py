@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Top to bottom: a name may import the names before it, and its own package.
 ORDER = (
     "durable",
+    "drawing",
     "errors",
     "slots",
     "routing",
