@@ -7,7 +7,7 @@ Grid (1 + chunks, local ranks). Block 0 of a rank plans, the others own a chunk 
    raises its flag there, and waits for the flags of all ranks.
 3. It plans (``plan_block``), as every other rank does with the same counts, and publishes the plan.
 4. Meanwhile the chunks order their assignments and add up the histograms before theirs; then they wait for the plan
-   and write routes and tables.
+   and write routes and tables. The planning block, which is free by then, adds the batch to the layer's totals.
 
 All blocks must be resident at once, since they wait for one another: the launch is cooperative and is refused
 otherwise. Sizes are read on the device, nothing is synchronised with the host, and the launch can be captured into a
@@ -33,6 +33,8 @@ from megaflux_kernels.planner_map import NANOSECONDS, THREADS, Mark, PlannerMap,
 from megaflux_kernels.routes import Batch, RouteBlock
 from megaflux_kernels.slots import plan_tables
 from megaflux_kernels.sync.device import count_up, doubles, publish, record_failure, wait_for, words
+from megaflux_kernels.totals import AddTotals, Times
+from megaflux_kernels.totals_map import TotalsMap
 
 arch = cute.arch
 
@@ -47,13 +49,18 @@ class Planner:
         shape: what to plan and route.
         forward: the forward kernel whose tables are written, or None for plan and routes alone.
         trace: record the ends of the stages in ``PlannerMap.trace``.
+        totals: memory map of the totals that batches are added to, or None to add nothing.
     """
 
-    def __init__(self, shape: PlannerShape, forward: ForwardTables | None, trace: bool) -> None:
+    def __init__(
+        self, shape: PlannerShape, forward: ForwardTables | None, trace: bool, totals: TotalsMap | None = None
+    ) -> None:
         self.shape, self.search, self.trace, self.forward = shape, shape.search, trace, forward
         self.map = PlannerMap(shape)
         self.block, self.routes = PlanBlock(shape.search, THREADS), RouteBlock(shape, forward)
         self.own = OwnTables(shape, forward) if forward else None
+        self.totals = AddTotals(shape.search, totals, THREADS) if totals else None
+        self.totals_bytes = 8 * totals.num_words if totals else 0
         self.num_words = max(self.block.num_words, self.routes.num_words + (self.own.num_words if self.own else 0))
 
     @cute.jit
@@ -63,6 +70,7 @@ class Planner:
         ids_stride: Int64,
         num_tokens: Int64,
         resident: Int64,
+        totals: Int64,
         region: Int64,
         region_stride: Int64,
         first_rank: Int32,
@@ -84,6 +92,7 @@ class Planner:
             num_tokens: address of int32 [local ranks], tokens M of each, 0 to ``max_tokens``.
             resident: address of int32 [local ranks, P, s], copies held before this launch, -1 for none; overwritten
                 with those held afterwards.
+            totals: address of int64 [local ranks, ``TotalsMap.num_words``], this layer's; 0 adds nothing.
             region: address of the first local rank's ``PlannerMap``; others follow every ``region_stride`` bytes.
             first_rank: rank of the first local rank.
             local_ranks: ranks that this launch plans for: 1, or all P virtual ranks of a device.
@@ -102,7 +111,7 @@ class Planner:
         self.storage = Storage
         options = (transfer_cost, penalty, block_ns, replica_ns, plan_ns, hidden_permille)
         self.kernel(
-            ids, ids_stride, num_tokens, resident, region, region_stride, first_rank, *options, budget_ns
+            ids, ids_stride, num_tokens, resident, totals, region, region_stride, first_rank, *options, budget_ns
         ).launch(
             grid=[1 + self.shape.num_chunks, local_ranks, 1],
             block=[THREADS, 1, 1],
@@ -118,6 +127,7 @@ class Planner:
         ids_stride: Int64,
         num_tokens: Int64,
         resident: Int64,
+        totals: Int64,
         region: Int64,
         region_stride: Int64,
         first_rank: Int32,
@@ -145,7 +155,9 @@ class Planner:
                 peers[peer] = bases[peer]
             copies = resident + Int64(local) * (4 * self.search.num_replicas)
             options = PlanOptions(transfer_cost, penalty, block_ns, replica_ns, plan_ns, hidden_permille)
-            self.plan(base, keys, peers, copies, region, rank, epoch, options, budget_ns, tid)
+            if totals != 0:
+                totals = totals + Int64(local) * self.totals_bytes
+            self.plan(base, keys, peers, copies, totals, region, rank, epoch, options, budget_ns, tid)
         else:
             tokens = arch.load(words(num_tokens).iterator + local, Int32)
             batch = Batch(
@@ -194,6 +206,7 @@ class Planner:
         keys: cute.Tensor,
         peers: cute.Tensor,
         resident: Int64,
+        totals: Int64,
         region: Int64,
         rank: Int32,
         epoch: Int32,
@@ -201,8 +214,11 @@ class Planner:
         budget_ns: Int64,
         tid: Int32,
     ):
-        """Steps 2 and 3."""
+        """Steps 2 and 3, and the totals."""
         self.mark(region, Mark.START, tid)
+        started = Int64(0)
+        if const_expr(self.totals is not None):
+            started = arch.globaltimer()
         counts = self.at(region, "counts") + Int64(epoch & 1) * (4 * self.search.num_ranks * self.search.num_experts)
         request = PlanRequest(counts, self.at(region, "homes"), resident, self.at(region, "plan"), rank, epoch)
         self.block.prepare(base, request, tid)
@@ -221,6 +237,10 @@ class Planner:
             state[int(State.EPOCH)] = epoch
             publish(self.at(region, "state") + 4 * int(State.PLAN), epoch, "gpu")
         self.mark(region, Mark.PLAN, tid)
+        if const_expr(self.totals is not None):
+            if totals != 0:
+                tables, (scratch, _) = plan_tables(self.search, request.plan), self.block.views(base)
+                self.totals.add(totals, tables, scratch.fixed_load, Times(started, arch.globaltimer()), tid)
 
     @cute.jit
     def exchange(
@@ -340,15 +360,18 @@ class Planner:
         self.mark_chunk(region, Mark.ROUTED, chunk, tid)
 
 
-def compile_planner(shape: PlannerShape, forward: ForwardTables | None = None, trace: bool = False):
+def compile_planner(
+    shape: PlannerShape, forward: ForwardTables | None = None, trace: bool = False, totals: TotalsMap | None = None
+):
     """The compiled launch; call it with the arguments of ``Planner.__call__``."""
-    integers = (*[Int64(0)] * 6, *[Int32(0)] * 4, *[Int64(0)] * 3, Int32(0), Int64(0))
+    integers = (*[Int64(0)] * 7, *[Int32(0)] * 4, *[Int64(0)] * 3, Int32(0), Int64(0))
     return cached(
-        lambda: cute.compile(Planner(shape, forward, trace), *integers, cutlass.cuda.default_stream()),
+        lambda: cute.compile(Planner(shape, forward, trace, totals), *integers, cutlass.cuda.default_stream()),
         "planner",
         shape,
         forward,
         trace,
+        totals,
     )
 
 

@@ -23,6 +23,7 @@ from megaflux_kernels.planner import compile_planner
 from megaflux_kernels.planner_map import PlannerMap, PlannerShape, Work
 from megaflux_kernels.symmetric import SymmetricMemory
 from megaflux_kernels.sync.record import FailedWait, failed_wait
+from megaflux_kernels.totals_map import TotalsMap
 from megaflux_kernels.worklist import LayerShape, Tiling
 
 
@@ -86,6 +87,7 @@ class PlannerBuffers:
         home_rank: int [E], the rank that owns each expert, E/P experts a rank; default: ``e // (E/P)``.
         forward: the forward kernel's tables, or None.
         trace: record the ends of the stages.
+        totals: memory map of the totals that ``launch_planner`` may be given, or None.
 
     Raises:
         ShapeError: the memory is too small or of another number of ranks, the homes are uneven, or the forward kernel
@@ -99,8 +101,9 @@ class PlannerBuffers:
         home_rank: NDArray[np.integer] | None = None,
         forward: WorkTables | None = None,
         trace: bool = False,
+        totals: TotalsMap | None = None,
     ) -> None:
-        search = shape.search
+        search, self.totals = shape.search, totals
         self.shape, self.map, self.memory, self.rank = shape, PlannerMap(shape), memory, memory.rank
         if memory.num_ranks != search.num_ranks:
             raise ShapeError("memory.addresses", memory.num_ranks, f"the {search.num_ranks} ranks compiled for")
@@ -113,7 +116,7 @@ class PlannerBuffers:
         if forward is not None:
             tables = ForwardTables(forward.shape, forward.tiling)
             self._attach(forward)
-        self.compiled = compile_planner(shape, tables, trace)
+        self.compiled = compile_planner(shape, tables, trace, totals)
 
     def _view(self, name: str) -> Tensor:
         region, first = self.map.regions[name], self.map.offsets[name]
@@ -177,6 +180,7 @@ def launch_planner(
     resident: Tensor,
     options: LaunchOptions = LaunchOptions(),
     timeout_s: float = 10.0,
+    totals: Tensor | None = None,
 ) -> None:
     """Plan and route one batch of the local ranks: one launch on the current stream, nothing is waited for.
 
@@ -188,6 +192,7 @@ def launch_planner(
         resident: int32 [local, P, s], copies held before, -1 for none; overwritten with those held afterwards.
         options: options; the same on every rank.
         timeout_s: bound of each wait, seconds.
+        totals: int64 [local, ``TotalsMap.num_words``], to which the batch is added; needs ranks that were made for it.
 
     Raises:
         ShapeError: a buffer of another shape, dtype or device.
@@ -207,6 +212,12 @@ def launch_planner(
             raise ShapeError(name, f"{tensor.dtype} {list(tensor.shape)}", f"contiguous torch.int32 {list(extents)}")
         if tensor.device != device:
             raise ShapeError(name, f"on {tensor.device}", f"on {device}")
+    if totals is not None:
+        extents = (local, first.totals.num_words) if first.totals else None
+        if tuple(totals.shape) != extents or totals.dtype != torch.int64 or not totals.is_contiguous():
+            raise ShapeError("totals", f"{totals.dtype} {list(totals.shape)}", f"None, or torch.int64 {extents}")
+        if totals.device != device:
+            raise ShapeError("totals", f"on {totals.device}", f"on {device}")
     bases = [rank.memory.buffer.data_ptr() for rank in ranks]
     stride = bases[1] - bases[0] if local > 1 else 0
     if bases != [bases[0] + i * stride for i in range(local)] or local not in (1, search.num_ranks):
@@ -216,6 +227,7 @@ def launch_planner(
         Int64(4 * topk_ids.stride(0)),
         Int64(num_tokens.data_ptr()),
         Int64(resident.data_ptr()),
+        Int64(0 if totals is None else totals.data_ptr()),
         Int64(bases[0]),
         Int64(stride),
         Int32(first.rank),
