@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_layer.py --shapes qwen3-30b-a3b --tokens 8192
 
 One process a GPU, ``ReplicatedMoE`` on the megakernel executor, one batch captured into a CUDA graph and replayed:
-copies of the inputs, planner, forward kernel and combine. Protocols are those of ``bench_layer_forward``, which times
-the forward kernel over tables made beforehand.
+copies of the inputs, planner, forward kernel and combine. Protocols are those of ``layer_timing``;
+``bench_layer_forward`` times the forward kernel over tables made beforehand.
 
 Variants: ``fixed``, no replica slots; ``moving``, every batch transfers the replicas that it uses; ``sticky``, replicas
 stay, so that replays of one batch find them; ``gated``, moving where the gate expects it to pay, at costs measured in
@@ -27,11 +27,12 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megaflux_kernels.worklist import LayerShape
 
-from benchmarks.bench_layer_forward import ROUTINGS, SHAPES, align, burst_ms, gather, routes, save, say, sustained_ms
 from benchmarks.harness.rows import RESULTS, ResultRow
 from benchmarks.harness.table import print_table
 from benchmarks.layer_pictures import draw_results
 from benchmarks.layer_rig import expert_weights
+from benchmarks.layer_timing import Sustained, align, burst_ms, gather, save, say, sustained
+from benchmarks.layer_workloads import ROUTINGS, SHAPES, routes
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.executors import select_executor
 from megaflux_serve.layer import ReplicatedMoE
@@ -125,16 +126,18 @@ def run_case(
             f"{torch.cuda.mem_get_info()[0] / 2**30:.0f} GiB free"
         )
         for protocol in ("burst", "sustained"):
-            value = burst_ms(graph.replay, stream)
-            if protocol == "sustained":
-                value = sustained_ms(graph.replay, stream, value, options.span_ms)
-            latency[protocol, variant] = value
+            if protocol == "burst":
+                run = Sustained(burst_ms(graph.replay, stream), ())
+            else:
+                run = sustained(graph.replay, stream, run.ms, options.span_ms)
+            value = latency[protocol, variant] = run.ms
             at = {**case, "variant": variant, "protocol": protocol}
             fixed = latency[protocol, "fixed"]
             base = {"name": "fixed", "value": fixed} if variant != "fixed" else None
             tflops = 6 * hidden * intermediate * top_k * tokens / value * 1e-9
             rows.append(ResultRow("layer", at, "latency_ms", value, "ms", base))
             rows.append(ResultRow("layer", at, "tflops_per_gpu", tflops, "TFLOP/s"))
+            rows += run.rows("layer", at)
             if variant != "fixed":
                 rows.append(ResultRow("layer", at, "speedup_over_fixed", fixed / value, "1"))
             say(f"    {protocol:9s} {variant:8s} {value:8.3f} ms {tflops:7.1f} TFLOP/s {fixed / value:6.3f}x")
