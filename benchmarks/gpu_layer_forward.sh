@@ -1,91 +1,116 @@
 #!/usr/bin/env bash
 # Check and time the MoE layer on a host with two Hopper GPUs; logs and results go to $OUT (default ./out).
-#   benchmarks/gpu_layer_forward.sh [check] [bench] [layer] [sweep] [tokens] [local] [trace]    default: all, in this order
-# check: short tests on one GPU and on two. bench, tokens: the forward kernel's results, by routing and by batch size.
-# layer: the whole layer, planned on the device. sweep: task orders. local: without a peer. trace: times inside the kernel.
-# Every step has its own time limit; a failed one does not end the run, but its exit status is 1. All logs are appended to
-# $OUT/logs.txt; rows of bench, tokens and local come together in $OUT/layer_forward.json.
-set -uo pipefail
-cd "$(dirname "$0")/.."
-OUT=${OUT:-out}
-mkdir -p "$OUT"
-export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD:$PWD/kernels"
-export CUDA_DEVICE_MAX_CONNECTIONS=32 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 OMP_NUM_THREADS=4
-logs=$(mktemp -d) parts=$(mktemp -d)
-trap 'rm -rf "$logs" "$parts"' EXIT
+#   benchmarks/gpu_layer_forward.sh [STEP...]        default: all, in this order; seconds are the most that a step takes
+#
+#   check      120  tests on one GPU each, then on two: float64, fixed placement bit for bit, odd batches, lost peers
+#   stress      90  20,000 batches in a row on two GPUs, all compared
+#   single     180  one GPU a tool: compute-sanitizer and hardware counters on the second, eight virtual ranks on the first
+#   bench      170  the forward kernel at 8K tokens a rank, three shapes, balanced and hot, beside the peers
+#   routings   150  the same without peers under the other routings
+#   shapes      90  two more shapes
+#   tokens     150  1K to 32K tokens a rank, two shapes
+#   layer      170  the whole layer, planned on the device, 1K to 16K tokens, with the gate
+#   sweep       60  launch choices
+#   alone       40  one rank without another
+#   trace       60  times inside the kernel
+#
+# Rows of bench, routings, shapes, tokens and alone come together in $OUT/layer_forward.json. Real routings need
+# MEGAFLUX_TRACES; without it they are left out. Peers need their packages.
+cd "$(dirname "$0")/.." || exit
+. benchmarks/gpu_steps.sh
+all="check stress single bench routings shapes tokens layer sweep alone trace"
+known_steps "$all" "$@"
+[ $# -gt 0 ] || set -- $all
+real=() native=()
+if [ -e "${MEGAFLUX_TRACES:-../shared/traces}/gptoss20b/routed_experts.npz" ]; then
+  real=(real-median real-high) native=(real-high)
+else
+  echo "no traces: real routings are left out (set MEGAFLUX_TRACES)"
+fi
+three=(qwen3-30b-a3b mixtral-8x7b deepseek-v3-e64)
 
-step() { # name, seconds, command...
-  local name=$1 limit=$2 begin=$SECONDS
-  shift 2
-  timeout -k 5 "$limit" "$@" >"$logs/$name" 2>&1
-  local status=$?
-  {
-    echo "== $name: exit $status after $((SECONDS - begin)) s"
-    grep -v Warning "$logs/$name"
-  } >>"$OUT/logs.txt"
-  echo "== $name: exit $status after $((SECONDS - begin)) s"
-  grep -v Warning "$logs/$name" | tail -n "${LINES_SHOWN:-25}" | cut -c -250
-  return $status
-}
-tests() { # name, seconds, pytest arguments
-  local name=$1 limit=$2
-  shift 2
-  step "$name" "$limit" python3 -m pytest -q -o addopts= -W ignore -p no:cacheprovider --tb=short --maxfail=4 "$@"
-}
-ranks() { # number of ranks, name, seconds, folder of the results, script, options
-  local number=$1 name=$2 limit=$3 folder=$4 script=$5
-  shift 5
-  step "$name" "$limit" torchrun --standalone --nproc-per-node "$number" "benchmarks/$script.py" --out "$folder/$name.json" "$@"
-}
-part() { # ranks, for rows of layer_forward.json
+part() { # ranks, name, seconds, options: rows of layer_forward.json
   local number=$1 name=$2 limit=$3
   shift 3
-  ranks "$number" "$name" "$limit" "$parts" bench_layer_forward "$@"
+  ranks "$number" "$name" "$limit" benchmarks/bench_layer_forward.py --out "$work/$name.json" "$@"
   local status=$?
-  [ -e "$parts/$name.json" ] || return $status
-  python3 benchmarks/layer_pictures.py "$OUT/layer_forward.json" "$parts"/layer_forward*.json || status=1
+  [ -e "$work/$name.json" ] || return $status
+  python3 benchmarks/layer_pictures.py "$OUT/layer_forward.json" "$work"/layer_forward*.json || status=1
   return $status
 }
 
 check() {
-  CUDA_VISIBLE_DEVICES=1 tests megakernel 70 tests/kernels/test_megakernel_gpu.py \
-    -k "changing or captured" >"$logs/second" &
-  local second=$!
-  LINES_SHOWN=40 CUDA_VISIBLE_DEVICES=0 tests forward 60 tests/kernels/test_forward_gpu.py -k "equal_fixed or repeat"
-  local failed=$?
+  CUDA_VISIBLE_DEVICES=1 tests megakernel 90 tests/kernels/test_megakernel_gpu.py >"$work/second" &
+  local second=$! failed=0
+  CUDA_VISIBLE_DEVICES=0 tests forward 90 tests/kernels/test_forward_gpu.py || failed=1
   wait $second || failed=1
-  cat "$logs/second"
+  cat "$work/second"
+  tests two_gpus 120 tests/kernels/test_megakernel_two_gpus.py || failed=1
   return $failed
 }
-bench() {
-  LINES_SHOWN=80 part 2 layer_forward 90 \
-    --shapes qwen3-30b-a3b mixtral-8x7b deepseek-v3-e64 --routings balanced zipf-3-one-rank
+stress() { ranks 2 stress 90 benchmarks/stress_layer.py --out "$OUT/layer_stress.json"; }
+
+single() {
+  { sanitize; counters; } >"$work/on-second" 2>&1 &
+  local second=$! failed=0
+  CUDA_VISIBLE_DEVICES=0 LINES_SHOWN=70 step emulated 170 \
+    python3 benchmarks/bench_layer_emulated.py --out "$OUT/layer_emulated.json" || failed=1
+  wait $second || failed=1
+  cat "$work/on-second"
+  return $failed
 }
-sweep() {
-  LINES_SHOWN=80 ranks 2 layer_forward_sweep 60 "$OUT" sweep_layer_forward --span-ms 200 \
-    --shapes qwen3-30b-a3b mixtral-8x7b
+sanitize() { # all tools at once, with one rank, then with two virtual ranks, whose launches must run side by side
+  local status=0 tool number pids
+  for number in 1 2; do
+    pids=()
+    for tool in memcheck racecheck synccheck; do
+      CUDA_VISIBLE_DEVICES=$((gpus - 1)) LINES_SHOWN=12 step "$tool-$number" 60 compute-sanitizer --tool "$tool" \
+        --error-exitcode 9 python3 benchmarks/sanitize_layer.py --ranks "$number" &
+      pids+=($!)
+    done
+    for tool in "${pids[@]}"; do wait "$tool" || status=1; done
+  done
+  return $status
 }
-layer() {
-  LINES_SHOWN=100 ranks 2 layer 170 "$OUT" bench_layer --span-ms 125 --shapes qwen3-30b-a3b deepseek-v3-e64 \
-    --tokens 1024 4096 8192 16384 --routings zipf-3-one-rank balanced
-}
-tokens() {
-  part 2 layer_forward_tokens 50 --no-peers --variants fixed pipelined --span-ms 100 \
-    --shapes qwen3-30b-a3b deepseek-v3-e64 --tokens 1024 4096 --routings zipf-3-one-rank
-}
-local_floor() { part 1 layer_forward_local 30 --no-peers --shapes qwen3-30b-a3b mixtral-8x7b deepseek-v3-e64; }
-trace() {
-  ranks 2 layer_forward_trace 60 "$OUT" bench_layer_forward --trace --shapes qwen3-30b-a3b deepseek-v3-e64 \
-    --routings zipf-3-one-rank
+counters() {
+  local shape status=0
+  metrics=dram__bytes_read.sum,dram__bytes_write.sum,lts__t_sector_hit_rate.pct,gpu__time_duration.sum
+  metrics+=,sm__inst_executed_pipe_tensor.sum,sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active
+  for shape in "${three[@]}"; do
+    CUDA_VISIBLE_DEVICES=$((gpus - 1)) LINES_SHOWN=45 step "counters-$shape" 40 ncu --metrics $metrics \
+      --clock-control none --cache-control none -k 'regex:Forward_object|Combine_object' --launch-skip 2 --launch-count 4 \
+      python3 benchmarks/profile_layer.py --shape "$shape" --launches 2 || status=1
+  done
+  return $status
 }
 
-[ $# -gt 0 ] || set -- check bench layer sweep tokens local trace
-failed=0
-for name in "$@"; do
-  case $name in
-    local) local_floor ;;
-    check | bench | layer | sweep | tokens | trace) "$name" ;;
-    *) echo "unknown step $name" >&2; exit 2 ;;
-  esac || failed=1
-done
-exit $failed
+bench() {
+  LINES_SHOWN=90 part 2 layer_forward 170 --span-ms 150 --shapes "${three[@]}" --routings balanced zipf-3-one-rank
+}
+routings() {
+  LINES_SHOWN=150 part 2 layer_forward_routings 150 --span-ms 100 --peers --shapes "${three[@]}" \
+    --routings zipf-3 zipf-6 zipf-6-one-rank "${real[@]}"
+}
+shapes() {
+  LINES_SHOWN=60 part 2 layer_forward_shapes 90 --span-ms 100 --shapes olmoe gpt-oss-20b \
+    --routings balanced zipf-3-one-rank "${native[@]}"
+}
+tokens() {
+  LINES_SHOWN=150 part 2 layer_forward_tokens 150 --span-ms 100 --peers --variants fixed staged pipelined \
+    --shapes qwen3-30b-a3b deepseek-v3-e64 --tokens 1024 2048 4096 16384 32768 --routings balanced zipf-3-one-rank
+}
+layer() {
+  LINES_SHOWN=100 ranks 2 layer 170 benchmarks/bench_layer.py --out "$OUT/layer.json" --span-ms 125 \
+    --shapes qwen3-30b-a3b deepseek-v3-e64 --tokens 1024 4096 8192 16384 --routings zipf-3-one-rank balanced
+}
+sweep() {
+  LINES_SHOWN=80 ranks 2 layer_forward_sweep 60 benchmarks/sweep_layer_forward.py --span-ms 200 \
+    --out "$OUT/layer_forward_sweep.json" --shapes qwen3-30b-a3b mixtral-8x7b
+}
+alone() { part 1 layer_forward_alone 40 --peers --shapes "${three[@]}"; }
+trace() {
+  ranks 2 layer_forward_trace 60 benchmarks/bench_layer_forward.py --trace --peers --shapes qwen3-30b-a3b \
+    deepseek-v3-e64 --routings zipf-3-one-rank --out "$OUT/layer_forward_trace.json"
+}
+
+run_steps "$@"
