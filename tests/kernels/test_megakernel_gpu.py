@@ -19,6 +19,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from megaflux_serve.config import MegaFluxConfig  # noqa: E402
 from megaflux_serve.errors import CapacityError, PeerTimeoutError, UnsupportedError  # noqa: E402
+from megaflux_serve.executors import megakernel  # noqa: E402
 from megaflux_serve.executors.megakernel import MegakernelExecutor  # noqa: E402
 from megaflux_serve.layer import LayerReport  # noqa: E402
 from megaflux_serve.planning.planner import plan_replicas  # noqa: E402
@@ -31,6 +32,13 @@ CASES = {  # E, P, s, H, I, k, tokens of the largest batch
     "two ranks, top-8": DeviceCase(16, 2, 2, 1024, 768, 8, 300),
     "eight ranks": DeviceCase(32, 8, 2, 1024, 768, 8, 128),
     "gpt-oss widths": DeviceCase(32, 4, 1, 2880, 2880, 4, 130),
+    "odd widths, top-3": DeviceCase(10, 2, 2, 320, 192, 3, 257),
+}
+MODELS = {
+    "Qwen3-30B-A3B": DeviceCase(128, 2, 4, 2048, 768, 8, 400),
+    "Mixtral-8x7B": DeviceCase(8, 2, 1, 4096, 14336, 2, 400),
+    "DeepSeek-V3-like": DeviceCase(64, 2, 4, 7168, 2048, 8, 400),
+    "OLMoE": DeviceCase(64, 2, 4, 2048, 1024, 8, 400),
 }
 
 
@@ -60,6 +68,40 @@ def test_changing_batches_agree_with_float64_and_with_fixed_placement_bit_for_bi
             assert_same_bits(layer.forward(batches), outputs)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_of_models_agree_with_float64_and_with_fixed_placement_bit_for_bit(name):
+    case = MODELS[name]
+    executor = MegakernelExecutor(case.num_ranks, None, case.max_tokens, timeout_s=5)
+    fixed, moving = (
+        case.layer(executor, MegaFluxConfig(replica_slots=slots, sticky=False)) for slots in (0, case.num_slots)
+    )
+    batches = case.batches(1, [400, 311])
+    outputs = moving.forward(batches)
+    assert moving.on_device.last_plan().num_replicas > 0
+    assert max(case.errors(batches, outputs)) < LIMIT
+    assert_same_bits(fixed.forward(batches), outputs)
+
+
+@pytest.mark.parametrize("transfer", ["pipelined", "staged"])
+@pytest.mark.parametrize(("group_blocks", "lag"), [(2, 0), (2, 5), (4, 3)])
+def test_streams_of_small_groups_and_a_short_lag_give_the_same_results(monkeypatch, group_blocks, lag, transfer):
+    case = CASES["two ranks, top-8"]
+    config = MegaFluxConfig(replica_slots=case.num_slots, sticky=False, transfer=transfer)
+    usual = case.layer(MegakernelExecutor(2, None, case.max_tokens, timeout_s=5), MegaFluxConfig(replica_slots=0))
+
+    def small_groups(*ranks_and_sms: int) -> megakernel.ForwardConfig:
+        chosen = shared_config(*ranks_and_sms)
+        return replace(chosen, tiling=replace(chosen.tiling, group_blocks=group_blocks, lag=lag))
+
+    shared_config = megakernel.shared_config
+    monkeypatch.setattr(megakernel, "shared_config", small_groups)
+    layer = case.layer(MegakernelExecutor(2, None, case.max_tokens, timeout_s=5), config)
+    for turn in range(6):
+        batches = case.batches(turn)
+        assert_same_bits(layer.forward(batches), usual.forward(batches))
+    assert layer.on_device.last_plan().num_replicas > 0
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_the_reference_planner_s(name):
     case, reports = CASES[name], []
@@ -87,6 +129,18 @@ def test_idle_ranks_and_single_tokens(tokens):
         outputs = layer.forward(batches)
         assert max(case.errors(batches, outputs)) < LIMIT
         assert [len(output) for output in outputs] == tokens
+
+
+@pytest.mark.parametrize("tokens", [[300, 300], [300, 0], [1, 1]])
+@pytest.mark.parametrize("expert", [0, 5])
+def test_every_row_to_one_expert(tokens, expert):
+    case = DeviceCase(8, 2, 2, 512, 256, 1, 300)
+    executor = MegakernelExecutor(2, None, case.max_tokens, timeout_s=5)
+    fixed, moving = (case.layer(executor, MegaFluxConfig(replica_slots=slots, sticky=False)) for slots in (0, 2))
+    batches = [replace(batch, topk_ids=torch.full_like(batch.topk_ids, expert)) for batch in case.batches(0, tokens)]
+    outputs = moving.forward(batches)
+    assert max(case.errors(batches, outputs)) < LIMIT
+    assert_same_bits(fixed.forward(batches), outputs)
 
 
 def test_nothing_waits_for_the_host_and_a_captured_graph_serves_other_batches():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import time
 from dataclasses import replace
 
 import pytest
@@ -16,6 +18,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 import torch.distributed as dist  # noqa: E402
 
 from megaflux_serve.config import MegaFluxConfig  # noqa: E402
+from megaflux_serve.errors import PeerTimeoutError  # noqa: E402
 from megaflux_serve.executors import select_executor  # noqa: E402
 from tests.kernels.layer_cases import LIMIT, DeviceCase, assert_same_bits  # noqa: E402
 
@@ -26,11 +29,19 @@ TURNS = 20
 FIELDS = ("hidden", "topk_ids", "topk_weights")
 
 
-def serve(rank: int, case: DeviceCase, port: int) -> None:
-    """One rank: many changing batches without a pause, then replays of a captured graph."""
+TIMEOUT_S = 2
+
+
+def join(rank: int, port: int) -> None:
+    """Make this process a rank of two."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=2, device_id=torch.device("cuda", rank))
+
+
+def serve(rank: int, case: DeviceCase, port: int) -> None:
+    """One rank: many changing batches without a pause, then replays of a captured graph."""
+    join(rank, port)
     config = MegaFluxConfig(executor="megakernel", replica_slots=case.num_slots, max_tokens=case.max_tokens)
     executor = select_executor(config, 2, dist.group.WORLD)
     fixed, sticky, moving = (
@@ -66,9 +77,58 @@ def serve(rank: int, case: DeviceCase, port: int) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("case", CASES, ids=["top-8", "top-2"])
-def test_two_processes_serve_changing_batches_as_one_would(case):
+def lose_a_peer(rank: int, case: DeviceCase, port: int, dies: bool) -> None:
+    """Rank 1 comes to the fourth batch too late, or never; every rank that is left must be told in time and can end."""
+    join(rank, port)
+    config = MegaFluxConfig(
+        executor="megakernel", replica_slots=case.num_slots, max_tokens=case.max_tokens, timeout_s=TIMEOUT_S
+    )
+    layer = case.layer(select_executor(config, 2, dist.group.WORLD), config)
+    batches = [case.batches(turn)[rank] for turn in range(3)]
+    for batch in batches:
+        layer.forward_rank(batch)
+    layer.on_device.last_plan()
+    dist.barrier()
+    torch.cuda.synchronize()
+    if rank == 1 and dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        time.sleep(2 * TIMEOUT_S)
+    begin = time.monotonic()
+    layer.forward_rank(batches[0])
+    with pytest.raises(PeerTimeoutError) as caught:
+        layer.on_device.last_plan()
+    assert time.monotonic() - begin < 1.5 * TIMEOUT_S
+    # Rank 0 has sent its counts and then given up: what the late rank misses is a flag of the forward kernel.
+    phases = ("counts",) if rank == 0 else ("forward_start", "results")
+    assert caught.value.rank == 1 - rank
+    assert caught.value.phase in phases
+    assert caught.value.slot >= 0
+    assert f"rank {1 - rank} did not answer within {TIMEOUT_S} s: phase {caught.value.phase}" in str(caught.value)
+    with pytest.raises(PeerTimeoutError):
+        layer.forward_rank(batches[0])
+
+
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(serve, (case, port), nprocs=2)
+        return int(free.getsockname()[1])
+
+
+@pytest.mark.parametrize("case", CASES, ids=["top-8", "top-2"])
+def test_two_processes_serve_changing_batches_as_one_would(case):
+    torch.multiprocessing.spawn(serve, (case, free_port()), nprocs=2)
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["late", "dead"])
+def test_a_lost_peer_ends_every_rank_with_an_error_that_names_it(dies):
+    context, port = torch.multiprocessing.get_context("spawn"), free_port()
+    processes = [context.Process(target=lose_a_peer, args=(rank, CASES[0], port, dies)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0, -signal.SIGKILL if dies else 0]
