@@ -3,97 +3,76 @@
 Decides what of vLLM's becomes a record and where it is taken: in the front end, when the last output of a request is
 made, from the routes that vLLM itself returns for it (``--enable-return-routed-experts``, which capture turns on). vLLM
 keeps those routes by the slots of the KV cache, so they survive prefix hits, chunked prefill and preemption, and every
-data-parallel rank reports to the front end. When a response is given, its routes are in the store.
+data-parallel rank reports to the front end. A thread of its own checks, compresses and appends, and the response is
+handed on behind it: when a response is given, its routes are in the store. It carries routes only if the flag is set.
 
 A request that ends by an abort or an error is not recorded, nor one whose prompt streams in. Labels come with the
 request, as ``SamplingParams(extra_args={...})`` or ``vllm_xargs`` over HTTP: ``megaflux_group``, ``megaflux_task`` and
-``megaflux_weights_version``. A record that is refused, or a disk that is full, costs that record and is logged as an
-error with its id; serving goes on, and sealing a window by ids names what is missing.
+``megaflux_weights_version``. What cannot be recorded is logged as an error with its id; serving goes on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from megaflux_serve.errors import ConfigError, InputError, UnsupportedError
+from megaflux_serve.errors import UnsupportedError
 from megaflux_vllm.backend_name import BACKEND
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    from megaflux_serve.capture import ModelShape, StoreWriter
+    from megaflux_serve.capture.recorder import FinishedRequest, Recorder
 
 LOGGER = logging.getLogger("vllm.megaflux")
-LABELS = ("group", "task", "weights_version")
 NOT_RECORDED = ("abort", "error")
+ROUTES_NOT_ASKED_FOR = "megaflux_routes_not_asked_for"
+"""Attribute of a ``VllmConfig`` whose routes go to the store only, since the user did not ask for them in responses."""
 
 
-class Recorder:
-    """Turns finished requests of one engine into records of one store.
+class Capture:
+    """What one front end does with finished requests; a thread works them off in order.
 
     Args:
-        folder: of the store; made when the first request finishes, since its routes show which layers are MoE.
-        num_experts, num_layers: of the model; dense layers count.
-        engine_version: the installed vLLM release.
+        recorder: where records go.
+        returns_routes: keep routes in the response.
     """
 
-    def __init__(self, folder: Path, num_experts: int, num_layers: int, engine_version: str) -> None:
-        self.folder, self.num_experts, self.num_layers = folder, num_experts, num_layers
-        self.engine_version = engine_version
-        self._writer: StoreWriter | None = None
+    def __init__(self, recorder: Recorder, returns_routes: bool) -> None:
+        from megaflux_serve.capture.background import CallThread
 
-    def record(self, state: Any, routes: NDArray[Any] | None, skipped: int, labels: dict[str, str]) -> None:
-        """Append the record of a finished request.
+        self.recorder, self.returns_routes = recorder, returns_routes
+        self.thread = CallThread("megaflux capture", LOGGER)
 
-        Args:
-            state: vLLM's state of the request.
-            routes: unsigned [n - 1 - skipped, layers, k].
-            skipped: prompt rows that the request asked to leave out; they become rows without routes.
-            labels: of the request.
-        """
-        from megaflux_serve.capture import ReplayRecord, ReplayStore
+    def finish(self, output: Any, request: FinishedRequest) -> None:
+        """Record a request; ``output`` is its last, still in the making."""
+        self.thread.submit(self.recorder.record, request)
+        if not self.returns_routes:
+            output.routed_experts = None
 
-        prompt, output = state.prompt_len, len(state.detokenizer.output_token_ids)
-        try:
-            if routes is None:
-                raise InputError(f"request {state.request_id}", "finished without routes", "routes from vLLM")
-            filler = np.full((skipped, *routes.shape[1:]), -1, dtype=np.int32)
-            if self._writer is None:
-                self._writer = ReplayStore.create(self.folder, self._shape(routes)).writer()
-            record = ReplayRecord.of(
-                state.request_id,
-                np.concatenate([filler, routes]) if skipped else routes,
-                self._writer.store.model,
-                prompt_tokens=prompt,
-                output_tokens=output,
-                token_ids=_token_ids(state),
-                engine="vllm",
-                engine_version=self.engine_version,
-                **{"group": state.external_req_id} | labels,
-            )
-            self._writer.append(record)
-        except (InputError, ConfigError, OSError) as error:
-            LOGGER.error("routes of request %s are not recorded: %s", state.request_id, error)
 
-    def _shape(self, routes: NDArray[Any]) -> ModelShape:
-        """The model's shape from the first routes: vLLM leaves the entries of dense layers 0 in every row."""
-        from megaflux_serve.capture import ModelShape
+class OutputsBehindRecords:
+    """Stands for a request's output queue: what ends the request is handed on when its record is in the store.
 
-        moe_layers = tuple(np.flatnonzero(routes.any(axis=(0, 2))).tolist())
-        if not moe_layers:
-            raise InputError("routed_experts", "are 0 in every layer", "routes; vLLM captured none on this backend")
-        if routes.shape[2] == 1:
-            raise InputError(
-                "routed_experts", "have one expert a token", "2 or more: else a dense layer looks like one"
-            )
-        return ModelShape(self.num_experts, routes.shape[2], self.num_layers, moe_layers)
+    Args:
+        queue: vLLM's ``RequestOutputCollector``.
+        capture: of the front end.
+    """
+
+    def __init__(self, queue: Any, capture: Capture) -> None:
+        self.queue, self.capture = queue, capture
+
+    def put(self, output: Any) -> None:
+        """Called in the event loop, as everything that the queue does."""
+        if getattr(output, "finished", False):
+            loop = asyncio.get_running_loop()
+            self.capture.thread.submit(loop.call_soon_threadsafe, self.queue.put, output)
+        else:
+            self.queue.put(output)
 
 
 def install() -> None:
@@ -107,7 +86,8 @@ def install() -> None:
         return
     EngineArgs.create_engine_config = _with_routes_returned(EngineArgs.create_engine_config)
     for engine in (LLMEngine, AsyncLLM):
-        engine.__init__ = _with_recorder(engine.__init__)
+        engine.__init__ = _with_capture(engine.__init__)
+    LLMEngine.step = _behind_records(LLMEngine.step)
     OutputProcessor.add_request = _with_labels(OutputProcessor.add_request)
     RequestState._new_completion_output = _recording(RequestState._new_completion_output)
 
@@ -154,45 +134,72 @@ def check_capture(args: EngineArgs) -> None:
 def _with_routes_returned(create: Any) -> Any:
     @functools.wraps(create)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
-        if capture_folder(self.additional_config) is not None:
-            check_capture(self)
-            self.enable_return_routed_experts = True
-            if hasattr(self, "aux_output_config"):  # where 0.32 keeps it once the arguments have been made
-                self.aux_output_config.enable_return_routed_experts = True
-        return create(self, *args, **kwargs)
+        if capture_folder(self.additional_config) is None:
+            return create(self, *args, **kwargs)
+        check_capture(self)
+        # 0.32 keeps it elsewhere once the arguments have been made.
+        places = [self, *([self.aux_output_config] if hasattr(self, "aux_output_config") else [])]
+        asked_for = [place.enable_return_routed_experts for place in places]
+        try:
+            for place in places:
+                place.enable_return_routed_experts = True
+            config = create(self, *args, **kwargs)
+        finally:  # the same arguments may make another configuration, and the user has asked for no more than before
+            for place, value in zip(places, asked_for, strict=True):
+                place.enable_return_routed_experts = value
+        setattr(config, ROUTES_NOT_ASKED_FOR, not any(asked_for))
+        return config
 
     return create_engine_config
 
 
-def _with_recorder(init: Any) -> Any:
+def _with_capture(init: Any) -> Any:
     @functools.wraps(init)
     def __init__(self: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         init(self, vllm_config, *args, **kwargs)
         folder = capture_folder(vllm_config.additional_config)
-        if folder is not None:
-            from megaflux_vllm.versions import engine_version
+        if folder is None:
+            return
+        from megaflux_serve.capture.recorder import Recorder
+        from megaflux_vllm.versions import engine_version
 
-            model = vllm_config.model_config
-            num_layers = model.hf_text_config.num_hidden_layers
-            self.output_processor.megaflux_recorder = Recorder(
-                folder, model.get_num_experts(), num_layers, engine_version()
-            )
+        model = vllm_config.model_config
+        num_layers = model.hf_text_config.num_hidden_layers
+        recorder = Recorder(folder, model.get_num_experts(), num_layers, "vllm", engine_version(), LOGGER)
+        capture = Capture(recorder, returns_routes=not getattr(vllm_config, ROUTES_NOT_ASKED_FOR, False))
+        self.output_processor.megaflux_capture = capture
 
     return __init__
+
+
+def _behind_records(step: Any) -> Any:
+    """Offline, where the caller of a step has its outputs: wait for the records of those that ended."""
+
+    @functools.wraps(step)
+    def step_behind_records(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = step(self, *args, **kwargs)
+        capture = getattr(self.output_processor, "megaflux_capture", None)
+        if capture is not None and any(output.finished for output in outputs):
+            capture.thread.wait()
+        return outputs
+
+    return step_behind_records
 
 
 def _with_labels(add: Any) -> Any:
     @functools.wraps(add)
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         add(self, request, *args, **kwargs)
-        recorder = getattr(self, "megaflux_recorder", None)
-        if recorder is not None and request.sampling_params is not None:
-            given = request.sampling_params.extra_args or {}
-            labels = {name: str(given[f"{BACKEND}_{name}"]) for name in LABELS if f"{BACKEND}_{name}" in given}
-            skipped = getattr(request.sampling_params, "routed_experts_prompt_start", None) or 0
-            state = self.request_states.get(request.request_id)
-            if state is not None:
-                state.megaflux_capture = recorder, skipped, labels
+        capture = getattr(self, "megaflux_capture", None)
+        state = self.request_states.get(request.request_id)
+        if capture is None or request.sampling_params is None or state is None:
+            return
+        from megaflux_serve.capture.recorder import labels_of
+
+        skipped = getattr(request.sampling_params, "routed_experts_prompt_start", None) or 0
+        state.megaflux_capture = capture, skipped, labels_of(request.sampling_params.extra_args)
+        if state.queue is not None:
+            state.queue = OutputsBehindRecords(state.queue, capture)
 
     return add_request
 
@@ -201,14 +208,37 @@ def _recording(create: Any) -> Any:
     @functools.wraps(create)
     def _new_completion_output(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = create(self, *args, **kwargs)
-        capture = getattr(self, "megaflux_capture", None)
-        if capture is not None and output.finish_reason not in (None, *NOT_RECORDED) and not self.streaming_input:
-            recorder, skipped, labels = capture
-            recorder.record(self, output.routed_experts, skipped, labels)
+        found = getattr(self, "megaflux_capture", None)
+        if found is not None and output.finish_reason not in (None, *NOT_RECORDED) and not self.streaming_input:
+            capture, skipped, labels = found
+            capture.finish(output, finished_request(self, output.routed_experts, skipped, labels))
         return output
 
     _new_completion_output.recorded_by_megaflux = True  # type: ignore[attr-defined]
     return _new_completion_output
+
+
+def finished_request(state: Any, routes: Any, skipped: int, labels: dict[str, str]) -> FinishedRequest:
+    """A request as the recorder takes it.
+
+    Args:
+        state: vLLM's state of the request.
+        routes: unsigned [n - 1 - skipped, layers, k], or None.
+        skipped: prompt rows that the request asked to leave out.
+        labels: of the request; the group is vLLM's id of the request where none is given.
+    """
+    from megaflux_serve.capture.recorder import FinishedRequest
+
+    output_ids = state.detokenizer.output_token_ids
+    return FinishedRequest(
+        state.request_id,
+        state.prompt_len,
+        len(output_ids),
+        routes,
+        skipped,
+        _token_ids(state),
+        {"group": state.external_req_id} | labels,
+    )
 
 
 def _token_ids(state: Any) -> list[int] | None:
@@ -218,4 +248,12 @@ def _token_ids(state: Any) -> list[int] | None:
     return [*state.prompt_token_ids, *state.detokenizer.output_token_ids]
 
 
-__all__ = ["Recorder", "capture_folder", "check_capture", "install", "is_installed"]
+__all__ = [
+    "Capture",
+    "OutputsBehindRecords",
+    "capture_folder",
+    "check_capture",
+    "finished_request",
+    "install",
+    "is_installed",
+]

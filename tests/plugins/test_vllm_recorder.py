@@ -1,8 +1,10 @@
-"""What the plugin makes of finished requests, without an engine: labels, left-out prompts, refusals, faults."""
+"""What the plugin makes of vLLM's finished requests, without an engine: which, with what, and in which order."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,82 +14,131 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from megaflux_vllm.capture import Recorder, _recording, capture_folder, check_capture
+from megaflux_vllm.capture import (
+    Capture,
+    OutputsBehindRecords,
+    _behind_records,
+    _recording,
+    _with_labels,
+    _with_routes_returned,
+    capture_folder,
+    check_capture,
+    finished_request,
+)
 
 from megaflux_serve.capture import ReplayStore
+from megaflux_serve.capture.recorder import Recorder
 from megaflux_serve.errors import ConfigError, UnsupportedError
 from tests.oracles.replay_routes import random_routes
 
+ROUTES = random_routes(1, 6, 3, 16, 2).astype(np.uint8)
+LOGGER = logging.getLogger("vllm.megaflux")
+FLAGS = {"speculative_config": None, "pipeline_parallel_size": 1, "kv_transfer_config": None}
 
-def recorder(folder: Path) -> Recorder:
-    return Recorder(folder, num_experts=16, num_layers=3, engine_version="0.27.1")
+
+def capture(folder: Path, returns_routes: bool = True) -> Capture:
+    return Capture(Recorder(folder, 16, 3, "vllm", "0.27.1", LOGGER), returns_routes)
 
 
-def request(id: str = "a", prompt: int = 4, output: int = 3) -> Any:
-    detokenizer = SimpleNamespace(output_token_ids=list(range(100, 100 + output)))
-    tokens = list(range(prompt))
+def request() -> Any:
+    detokenizer = SimpleNamespace(output_token_ids=[100, 101, 102])
+    prompt = [0, 1, 2, 3]
     return SimpleNamespace(
-        request_id=id, external_req_id="outer", prompt_len=prompt, prompt_token_ids=tokens, detokenizer=detokenizer
+        request_id="a",
+        external_req_id="outer",
+        prompt_len=4,
+        prompt_token_ids=prompt,
+        detokenizer=detokenizer,
+        streaming_input=False,
+        queue=None,
     )
 
 
-def routes(num_rows: int) -> np.ndarray:
-    """What vLLM returns for a model whose first layer is dense."""
-    out = np.zeros((num_rows, 3, 2), dtype=np.uint8)
-    out[:, 1:] = random_routes(1, num_rows, 2, 16, 2)
-    return out
-
-
-def test_a_finished_request_becomes_a_record_without_dense_layers(tmp_path: Path) -> None:
-    recorder(tmp_path).record(request(), routes(6), 0, {"task": "math"})
-    store = ReplayStore(tmp_path)
-    (record,) = store.records()
-    assert store.model.moe_layers == (1, 2)
-    assert np.array_equal(record.routes, routes(6)[:, 1:])
-    assert (record.id, record.group, record.task, record.engine) == ("a", "outer", "math", "vllm")
-    assert record.token_ids is not None
-    assert record.token_ids.tolist() == [0, 1, 2, 3, 100, 101, 102]
-
-
-def test_prompt_rows_that_were_not_asked_for_are_rows_without_routes(tmp_path: Path) -> None:
-    recorder(tmp_path).record(request(), routes(4), 2, {})
-    (record,) = ReplayStore(tmp_path).records()
-    assert record.valid.tolist() == [False, False, True, True, True, True]
-    assert np.array_equal(record.expert_ids(all_layers=True)[2:], routes(4))
-
-
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        (None, "finished without routes"),
-        (routes(5), "has 5 rows of routes"),
-        (np.zeros((6, 3, 2), dtype=np.uint8), "are 0 in every layer"),
-        (routes(6)[:, :, :1], "have one expert a token"),
-    ],
-)
-def test_routes_that_cannot_be_right_are_logged_with_the_request_and_not_stored(
-    found: np.ndarray | None, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    logger = logging.getLogger("vllm.megaflux")
-    logger.addHandler(caplog.handler)
-    made = recorder(tmp_path / "store")
-    made.record(request("bad"), found, 0, {})
-    made.record(request("good"), routes(6), 0, {})
-    logger.removeHandler(caplog.handler)
-    assert f"routes of request bad are not recorded: {message}" in caplog.text.replace("routed_experts: ", "").replace(
-        "request bad: ", ""
-    ).replace("record 'bad': ", "")
-    assert [entry.id for entry in ReplayStore(tmp_path / "store").scan()[0]] == ["good"]
+def test_a_request_is_recorded_with_its_tokens_and_labels() -> None:
+    found = finished_request(request(), ROUTES, 0, {"task": "math"})
+    assert (found.id, found.prompt_tokens, found.output_tokens) == ("a", 4, 3)
+    assert found.token_ids == [0, 1, 2, 3, 100, 101, 102]
+    assert found.labels == {"group": "outer", "task": "math"}
+    embeddings = request()
+    embeddings.prompt_token_ids = None
+    assert finished_request(embeddings, ROUTES, 0, {"group": "g"}).token_ids is None
 
 
 @pytest.mark.parametrize(("reason", "is_recorded"), [("stop", True), ("length", True), ("abort", False), (None, False)])
 def test_only_a_request_that_came_to_its_end_is_recorded(reason: str | None, is_recorded: bool, tmp_path: Path) -> None:
-    output = SimpleNamespace(finish_reason=reason, routed_experts=routes(6))
-    state = request()
-    state.streaming_input = False
-    state.megaflux_capture = recorder(tmp_path / "store"), 0, {}
+    output = SimpleNamespace(finish_reason=reason, routed_experts=ROUTES)
+    state, made = request(), capture(tmp_path / "store")
+    state.megaflux_capture = made, 0, {}
     assert _recording(lambda self: output)(state) is output
+    made.thread.wait()
     assert (tmp_path / "store").exists() == is_recorded
+    assert output.routed_experts is ROUTES
+
+
+def test_routes_that_nobody_asked_for_are_in_the_store_and_not_in_the_response(tmp_path: Path) -> None:
+    output = SimpleNamespace(finish_reason="stop", routed_experts=ROUTES)
+    state, made = request(), capture(tmp_path, returns_routes=False)
+    state.megaflux_capture = made, 0, {}
+    _recording(lambda self: output)(state)
+    made.thread.wait()
+    assert output.routed_experts is None
+    (record,) = ReplayStore(tmp_path).records()
+    assert np.array_equal(record.routes, ROUTES)
+
+
+def test_the_last_output_waits_for_the_record_and_others_do_not(tmp_path: Path) -> None:
+    async def run() -> None:
+        made, given, gate = capture(tmp_path), [], threading.Event()
+        outputs = OutputsBehindRecords(SimpleNamespace(put=given.append), made)
+        made.thread.submit(gate.wait, 10)
+        first, last = SimpleNamespace(finished=False), SimpleNamespace(finished=True)
+        outputs.put(last)
+        outputs.put(first)
+        await asyncio.sleep(0.05)
+        assert given == [first]
+        gate.set()
+        await asyncio.to_thread(made.thread.wait)
+        await asyncio.sleep(0)
+        assert given == [first, last]
+
+    asyncio.run(run())
+
+
+def test_offline_a_step_that_ends_a_request_waits_for_its_record(tmp_path: Path) -> None:
+    made, gate, done = capture(tmp_path), threading.Event(), []
+    engine = SimpleNamespace(output_processor=SimpleNamespace(megaflux_capture=made))
+    made.thread.submit(gate.wait, 10)
+    made.thread.submit(done.append, True)
+    _behind_records(lambda self: [SimpleNamespace(finished=False)])(engine)
+    assert not done
+    gate.set()
+    _behind_records(lambda self: [SimpleNamespace(finished=True)])(engine)
+    assert done
+
+
+def test_a_new_request_gets_its_labels_and_a_queue_behind_records(tmp_path: Path) -> None:
+    made, state = capture(tmp_path), request()
+    state.queue = queue = object()
+    processor = SimpleNamespace(megaflux_capture=made, request_states={"a": state})
+    sampling = SimpleNamespace(extra_args={"megaflux_task": "math"}, routed_experts_prompt_start=2)
+    _with_labels(lambda self, request: None)(processor, SimpleNamespace(request_id="a", sampling_params=sampling))
+    assert state.megaflux_capture == (made, 2, {"task": "math"})
+    assert isinstance(state.queue, OutputsBehindRecords)
+    assert state.queue.queue is queue
+
+
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_the_option_turns_routes_on_and_leaves_the_arguments_as_they_were(asked_for: bool) -> None:
+    def create(self: Any) -> Any:
+        return SimpleNamespace(routes=self.enable_return_routed_experts)
+
+    options = {"megaflux": {"capture": "replay"}}
+    args = SimpleNamespace(additional_config=options, enable_return_routed_experts=asked_for, **FLAGS)
+    for _ in range(2):
+        config = _with_routes_returned(create)(args)
+        assert config.routes
+        assert config.megaflux_routes_not_asked_for is not asked_for
+        assert args.enable_return_routed_experts is asked_for
 
 
 def test_the_option_is_a_folder_and_absent_by_default() -> None:
@@ -103,7 +154,6 @@ def test_the_option_is_a_folder_and_absent_by_default() -> None:
     [{"speculative_config": {"method": "ngram"}}, {"pipeline_parallel_size": 2}, {"kv_transfer_config": object()}],
 )
 def test_flags_under_which_routes_are_not_known_are_refused(change: dict[str, Any]) -> None:
-    flags = {"speculative_config": None, "pipeline_parallel_size": 1, "kv_transfer_config": None}
-    check_capture(SimpleNamespace(**flags))  # type: ignore[arg-type]
+    check_capture(SimpleNamespace(**FLAGS))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match=f"--{next(iter(change)).replace('_', '-')}"):
-        check_capture(SimpleNamespace(**flags | change))  # type: ignore[arg-type]
+        check_capture(SimpleNamespace(**FLAGS | change))  # type: ignore[arg-type]

@@ -1,0 +1,91 @@
+"""What becomes of an engine's finished requests: labels, left-out prompts, refusals, faults, and order in a thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megaflux_serve.capture import ReplayStore
+from megaflux_serve.capture.background import CallThread
+from megaflux_serve.capture.recorder import FinishedRequest, Recorder, labels_of
+from tests.oracles.replay_routes import random_routes
+
+LOGGER = logging.getLogger("megaflux.tests")
+
+
+def recorder(folder: Path) -> Recorder:
+    return Recorder(folder, 16, 3, "vllm", "0.27.1", LOGGER)
+
+
+def routes(num_rows: int) -> np.ndarray:
+    """What an engine returns for a model whose first layer is dense."""
+    out = np.zeros((num_rows, 3, 2), dtype=np.uint8)
+    out[:, 1:] = random_routes(1, num_rows, 2, 16, 2)
+    return out
+
+
+def test_a_finished_request_becomes_a_record_without_dense_layers(tmp_path: Path) -> None:
+    made = recorder(tmp_path)
+    made.record(FinishedRequest("a", 4, 3, routes(6), token_ids=range(7), labels={"task": "math", "group": "g"}))
+    store = ReplayStore(tmp_path)
+    (record,) = store.records()
+    assert store.model.moe_layers == (1, 2)
+    assert np.array_equal(record.routes, routes(6)[:, 1:])
+    assert (record.id, record.group, record.task, record.engine) == ("a", "g", "math", "vllm")
+    assert record.token_ids is not None
+    assert record.token_ids.tolist() == list(range(7))
+    assert (made.num_records, made.num_refused) == (1, 0)
+    assert made.num_bytes == next((tmp_path / "shards").iterdir()).stat().st_size
+
+
+def test_prompt_rows_that_were_left_out_are_rows_without_routes(tmp_path: Path) -> None:
+    recorder(tmp_path).record(FinishedRequest("a", 4, 3, routes(4), skipped=2))
+    (record,) = ReplayStore(tmp_path).records()
+    assert record.valid.tolist() == [False, False, True, True, True, True]
+    assert np.array_equal(record.expert_ids(all_layers=True)[2:], routes(4))
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (None, "request bad: finished without routes"),
+        (routes(5), "record 'bad': has 5 rows of routes"),
+        (np.zeros((6, 3, 2), dtype=np.uint8), "routed experts: are 0 in every layer"),
+        (routes(6)[:, :, :1], "routed experts: have one expert a token"),
+    ],
+)
+def test_routes_that_cannot_be_right_are_logged_with_the_request_counted_and_not_stored(
+    found: np.ndarray | None, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = recorder(tmp_path / "store")
+    made.record(FinishedRequest("bad", 4, 3, found))
+    made.record(FinishedRequest("good", 4, 3, routes(6)))
+    assert f"routes of request bad are not recorded: {message}" in caplog.text
+    assert (made.num_records, made.num_refused) == (1, 1)
+    assert [entry.id for entry in ReplayStore(tmp_path / "store").scan()[0]] == ["good"]
+
+
+def test_labels_are_the_parameters_with_our_prefix() -> None:
+    assert labels_of(None) == {}
+    assert labels_of({"megaflux_task": "math", "megaflux_weights_version": 3, "other": 1, "megaflux_other": 2}) == {
+        "task": "math",
+        "weights_version": "3",
+    }
+
+
+def test_calls_run_in_order_behind_a_slow_one_and_a_failed_one(caplog: pytest.LogCaptureFixture) -> None:
+    thread, gate, done = CallThread("test", LOGGER), threading.Event(), []
+    thread.wait()  # nothing was submitted
+    thread.submit(gate.wait, 10)
+    thread.submit(done.append, 1)
+    thread.submit(int, "no number")
+    thread.submit(done.append, 2)
+    assert done == []
+    gate.set()
+    thread.wait()
+    assert done == [1, 2]
+    assert "a call of the thread test failed" in caplog.text
