@@ -1,0 +1,130 @@
+"""The engines that are compared, as arguments of vLLM.
+
+Decides parallelism, options and sizes of every backend; all of them serve the same model with the same budgets.
+
+* ``stock``: vLLM with data-parallel attention and expert parallelism, as the variants of ours, and the kernels it picks
+  for this machine. On Hopper that is Triton's, which vLLM puts before FlashInfer's there.
+* ``stock-tp``: vLLM with tensor parallelism, where every rank computes a part of every expert and skew costs nothing.
+* ``fixed``: ours without replica slots; ``staged``: replicas are copied before the layer; ``pipelined``: while it
+  computes, every batch anew; ``sticky``: copies stay from batch to batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving.models import ServedModel
+
+NUM_RANKS = 2
+BACKENDS = ("stock", "stock-tp", "fixed", "staged", "pipelined", "sticky")
+
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    # NVLink multicast stays off: not every host allows it, and every backend shall have the same transport.
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+CAPTURED_BATCHES = [1, 2, 4, 8, 16, 32, 64, 128]
+"""Sizes of decode batches that get a CUDA graph; fewer than vLLM's default, so that engines start sooner."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """An engine to start.
+
+    Attributes:
+        name: the backend.
+        arguments: of ``vllm.AsyncEngineArgs``.
+        log: file for what its processes print.
+        ranks: data-parallel ranks, over which requests are dealt in turn.
+        environment: set before vLLM is imported.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    log: Path
+    ranks: int = NUM_RANKS
+    environment: dict[str, str] = field(default_factory=lambda: dict(ENVIRONMENT))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Limits of every engine of a run.
+
+    Attributes:
+        max_batch_tokens: the largest chunk budget.
+        max_requests: running at a time.
+        kv_cache_bytes: a rank.
+        is_cpu: dry run on a CPU with float32, where our layer is the staged executor of processes.
+    """
+
+    max_batch_tokens: int = 32768
+    max_requests: int = 128
+    kv_cache_bytes: int = 3 << 30
+    is_cpu: bool = False
+
+
+def engine_spec(backend: str, model: ServedModel, folder: Path, logs: Path, sizes: Sizes) -> EngineSpec:
+    """The engine of a backend.
+
+    Args:
+        backend: one of ``BACKENDS``.
+        model: to serve.
+        folder: of its configuration.
+        logs: where the engine's log goes.
+        sizes: limits.
+    """
+    common: dict[str, Any] = {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "load_format": "megaflux_benchmark",
+        "worker_extension_cls": "benchmarks.serving.worker.BenchmarkWorker",
+        "scheduler_cls": "benchmarks.serving.scheduler.BudgetScheduler",
+        "max_model_len": model.max_len,
+        "max_num_seqs": sizes.max_requests,
+        "max_num_batched_tokens": sizes.max_batch_tokens,
+        "enable_prefix_caching": False,
+    }
+    if sizes.is_cpu:
+        common |= {"dtype": "float32", "enforce_eager": True}
+    else:
+        common |= {
+            "kv_cache_memory_bytes": sizes.kv_cache_bytes,
+            "gpu_memory_utilization": 0.05,  # engines share the device; the line above decides
+            "compilation_config": {"cudagraph_capture_sizes": CAPTURED_BATCHES},
+        }
+    spread: dict[str, Any] = {"data_parallel_size": NUM_RANKS, "enable_expert_parallel": True}
+    if backend.startswith("stock"):
+        # Stock vLLM cannot spread experts over CPU processes.
+        one_process: dict[str, Any] = {}
+        arguments = one_process if sizes.is_cpu else spread
+        if backend == "stock-tp":
+            arguments = {"tensor_parallel_size": NUM_RANKS}
+    else:
+        options = megaflux_options(backend, model) | megaflux_limits(sizes)
+        arguments = spread | {"moe_backend": "megaflux", "additional_config": {"megaflux": options}}
+    environment = ENVIRONMENT | (CPU_ENVIRONMENT if sizes.is_cpu else {})
+    ranks = int(arguments.get("data_parallel_size", 1))
+    return EngineSpec(backend, common | arguments, logs / f"{model.name}-{backend}.log", ranks, environment)
+
+
+def megaflux_options(backend: str, model: ServedModel) -> dict[str, Any]:
+    """Our options by variant; a replica slot for every four home experts, the paper's spare capacity."""
+    if backend == "fixed":
+        return {"replica_slots": 0}
+    options: dict[str, Any] = {"replica_slots": model.experts // NUM_RANKS // 4, "sticky": backend == "sticky"}
+    return options | ({"transfer": "staged"} if backend == "staged" else {})
+
+
+def megaflux_limits(sizes: Sizes) -> dict[str, Any]:
+    """Our options by machine."""
+    if sizes.is_cpu:
+        return {"executor": "staged", "block_rows": 16}
+    return {"executor": "megakernel", "max_tokens": sizes.max_batch_tokens}

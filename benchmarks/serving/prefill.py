@@ -1,0 +1,119 @@
+"""Prefill latency: the time in which every request of a batch of long prompts gets its first token.
+
+Decides the cases and the order of measurement: backends take turns, sample by sample, so that a drift of clocks or
+temperature meets all of them. Before a routing is timed, every engine counts what it routes and has to have routed
+exactly what the trace says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.harness import ResultRow
+from benchmarks.serving.fleet import Fleet
+from benchmarks.serving.models import ServedModel
+from benchmarks.serving.routes import RouteTable, expected_counts, max_over_mean, route_table, trace_prompts
+
+BENCH = "prefill_latency"
+STOCK = ("stock", "stock-tp")
+
+
+@dataclass(frozen=True)
+class PrefillCase:
+    """One cell of the table.
+
+    Attributes:
+        batch: requests.
+        chunk: tokens that a rank may schedule in a step.
+        routing: one of ``routes.ROUTINGS``.
+    """
+
+    batch: int
+    chunk: int
+    routing: str
+
+
+@dataclass
+class PrefillSamples:
+    """Seconds by case and backend, of one model.
+
+    Attributes:
+        model: served.
+        prompt_tokens: of every request.
+        seconds: the samples.
+        skew: max/mean rank load of fixed placement by case.
+    """
+
+    model: ServedModel
+    prompt_tokens: int
+    seconds: dict[PrefillCase, dict[str, list[float]]] = field(default_factory=dict)
+    skew: dict[PrefillCase, float] = field(default_factory=dict)
+
+    def measure(self, fleet: Fleet, cases: Sequence[PrefillCase], repeats: int, folder: Path) -> None:
+        """Add the samples of the engines of a fleet.
+
+        Args:
+            fleet: the engines.
+            cases: in any order; measured routing by routing.
+            repeats: samples a case and backend.
+            folder: where the route tables are written for the engines.
+        """
+        for routing in dict.fromkeys(case.routing for case in cases):
+            table = self._force(fleet, routing, folder)
+            for case in (case for case in cases if case.routing == routing):
+                prompts = trace_prompts(self.model, case.batch, self.prompt_tokens)
+                self.skew[case] = max_over_mean(table, prompts, self.model.experts, num_ranks=2)
+                samples = self.seconds.setdefault(case, {})
+                for _ in range(repeats):
+                    for backend, seconds in fleet.each("batch_seconds", prompts, 1, case.chunk).items():
+                        samples.setdefault(backend, []).append(seconds)
+                medians = " ".join(f"{name} {1e3 * np.median(values):.1f}" for name, values in samples.items())
+                print(f"  {self.model.name} {routing} batch {case.batch} chunk {case.chunk}: ms {medians}", flush=True)
+        fleet.each("call_workers", "benchmark_force_routes", None)
+
+    def rows(self) -> Iterator[ResultRow]:
+        """Latencies, and ratios where the peer was measured; stock is the faster of vLLM's two ways."""
+        for case, by_backend in self.seconds.items():
+            latency = {backend: 1e3 * float(np.median(values)) for backend, values in by_backend.items()}
+            stock = min((latency[name], name) for name in STOCK if name in latency) if STOCK & latency.keys() else None
+            at = {
+                "model": self.model.name,
+                "layers": self.model.layers,
+                "prompt_tokens": self.prompt_tokens,
+                "batch": case.batch,
+                "chunk": case.chunk,
+                "routing": case.routing,
+            }
+            yield ResultRow(BENCH, at, "fixed_max_over_mean", self.skew[case], "1")
+            for backend, value in latency.items():
+                where = at | {"backend": backend}
+                yield ResultRow(BENCH, where, "latency_ms", value, "ms")
+                if "fixed" in latency and backend not in ("fixed", *STOCK):
+                    yield ResultRow(BENCH, where, "speedup_over_fixed", latency["fixed"] / value, "1")
+                if stock is not None and backend not in STOCK:
+                    peer = {"name": stock[1], "value": stock[0]}
+                    yield ResultRow(BENCH, where | {"peer": peer["name"]}, "speedup_over_stock", stock[0] / value, "1")
+
+    def _force(self, fleet: Fleet, routing: str, folder: Path) -> RouteTable:
+        """Have every engine route by the table, and leave out those that do not; also warms them up."""
+        table = route_table(self.model, routing)
+        path = folder / f"{self.model.name}-{routing}.npy"
+        np.save(path, table)
+        prompts = trace_prompts(self.model, 8, self.prompt_tokens)
+        expected = expected_counts(table, prompts, self.model.experts)
+        fleet.each("call_workers", "benchmark_force_routes", str(path), True)
+        fleet.each("batch_seconds", prompts, 1, self.prompt_tokens)
+        for backend, counts in fleet.each("call_workers", "benchmark_counts").items():
+            routed = np.array(counts)
+            # Tensor-parallel ranks all route every token, data-parallel ones their own.
+            total = routed.sum(axis=0) if fleet.members[backend].spec.ranks == len(routed) else routed[0]
+            difference = np.abs(total - expected).sum() / expected.sum()
+            print(f"  {backend} {routing}: {100 * difference:.3g} % of assignments differ from the trace", flush=True)
+            if difference > 0:
+                raise ValueError(f"{backend} did not route by {path}")
+        fleet.each("call_workers", "benchmark_force_routes", str(path), False)
+        return table
