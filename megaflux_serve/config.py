@@ -40,6 +40,7 @@ class MegaFluxConfig(BaseModel):
         gate: costs by which a plan that does not pay is dropped for the fixed placement; None carries out every plan. A
             name such as "2048x768" (hidden x intermediate) stands for what ``megaflux calibrate`` measured here.
         plan_log: directory for one JSON line a layer and batch (``plan_log.PlanLog``); None writes nothing.
+        metrics: whether layers add up what they do, for ``/metrics``.
         capture: folder of a replay store for the routes of every finished request (``capture``); None captures nothing.
     """
 
@@ -65,6 +66,7 @@ class MegaFluxConfig(BaseModel):
         ),
     ] = None
     plan_log: Annotated[Path | None, Field(description="null or the path of a directory")] = None
+    metrics: Annotated[StrictBool, Field(description="true or false")] = True
     capture: Annotated[Path | None, Field(description="null or the path of a directory")] = None
 
     @classmethod

@@ -7,6 +7,7 @@ the executor's, and nothing here waits for it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -34,12 +35,17 @@ class LayerReport:
         step: batches that the layer had served before this one.
         tokens: rows of the batch on all ranks.
         plan: the plan that was carried out.
+        planner_ns: nanoseconds from the start of planning until the plan was known, exchange of counts included; None
+            where the device plans.
+        layer_ns: nanoseconds of the whole batch; None on a device, where it ends after the call does.
     """
 
     layer: str
     step: int
     tokens: int
     plan: ReplicaPlan
+    planner_ns: int | None = None
+    layer_ns: int | None = None
 
 
 Observer = Callable[[LayerReport], None]
@@ -117,14 +123,17 @@ class ReplicatedMoE:
             return self.forward_on(self.on_device, batches)
         for batch, slots in zip(batches, self.slots, strict=True):
             batch.check(self.layout.num_experts, slots.home.hidden_size, slots.home.dtype)
+        start = time.perf_counter_ns()
         local_counts = [expert_counts(batch.ids_array(), self.layout.num_experts) for batch in batches]
         counts = self.gather_counts(local_counts)
         plan = self.plan(counts)
+        planned = time.perf_counter_ns()
         self.resident = self.layout.no_replicas()  # were the batch to fail, no replica slot could be trusted
         outputs = self.executor.execute(batches, plan, self.slots)
+        layer_ns = time.perf_counter_ns() - start if outputs[0].device.type == "cpu" else None
         if self.config.sticky:
             self.resident = plan.replica_experts
-        self.report(plan, batches[0].topk_ids.shape[1])
+        self.report(plan, batches[0].topk_ids.shape[1], planned - start, layer_ns)
         return outputs
 
     def forward_rank(self, batch: RoutingBatch) -> Tensor:
@@ -166,9 +175,10 @@ class ReplicatedMoE:
         plan = plan_replicas(counts, self.layout, self.config.planner_options, self.resident)
         return plan if self.config.gate is None else apply_gate(plan, self.config.gate, self.resident)
 
-    def report(self, plan: ReplicaPlan, top_k: int) -> None:
+    def report(self, plan: ReplicaPlan, top_k: int, planner_ns: int | None = None, layer_ns: int | None = None) -> None:
         """Tell the observers what the batch did."""
-        report = LayerReport(self.name, self.step, int(plan.counts.sum()) // top_k, plan)
+        tokens = int(plan.counts.sum()) // top_k
+        report = LayerReport(self.name, self.step, tokens, plan, planner_ns, layer_ns)
         self.step += 1
         for observer in self.observers:
             observer(report)

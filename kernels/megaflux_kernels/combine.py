@@ -1,7 +1,7 @@
 """The combine: out[t] = sum over j of topk_weights[t, j] * results[t, j], in top-k order, float32, rounded once.
 
 Runs after the forward kernel in the same stream and waits for nobody: that kernel ends when all results have arrived.
-One thread a token and eight columns; the k loads are in flight together.
+One thread a token and eight columns; the k loads are in flight together. The last block notes when it ends.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from cutlass import Float32, Int32, Int64, range_constexpr
 
 from megaflux_kernels import ptx
 from megaflux_kernels.compile_cache import cached
+from megaflux_kernels.sync.device import doubles
 
 arch = cute.arch
 COLUMNS = 8
@@ -28,14 +29,17 @@ class Combine:
         self.threads = -(-vectors // (32 * self.chunks)) * 32
 
     @cute.jit
-    def __call__(self, results: Int64, topk_weights: Int64, out: Int64, num_tokens: Int32, stream):
-        """Addresses of BF16 [M, k, H], float32 [M, k] and BF16 [M, H]; M at least 1."""
-        self.kernel(results, topk_weights, out).launch(
+    def __call__(self, results: Int64, topk_weights: Int64, out: Int64, finished: Int64, num_tokens: Int32, stream):
+        """Addresses of BF16 [M, k, H], float32 [M, k] and BF16 [M, H]; M at least 1.
+
+        ``finished`` is 0, or the address of an int64 that is set to the global timer, in nanoseconds.
+        """
+        self.kernel(results, topk_weights, out, finished).launch(
             grid=[num_tokens, self.chunks, 1], block=[self.threads, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(self, results: Int64, topk_weights: Int64, out: Int64):
+    def kernel(self, results: Int64, topk_weights: Int64, out: Int64, finished: Int64):
         thread, _, _ = arch.thread_idx()
         token, chunk, _ = arch.block_idx()
         column = (chunk * self.threads + thread) * COLUMNS
@@ -53,11 +57,16 @@ class Combine:
                     )
             packed = [ptx.pack_bf16(sums[2 * i], sums[2 * i + 1]) for i in range(COLUMNS // 2)]
             ptx.store_words(out + (Int64(token) * self.hidden + column) * 2, packed)
+        if finished != 0:
+            num_tokens, _, _ = arch.grid_dim()
+            # Blocks start in order, so that no other ends much later than this one.
+            if (token == num_tokens - 1) & (chunk == self.chunks - 1) & (thread == 0):
+                arch.store(doubles(finished).iterator, arch.globaltimer())
 
 
 def compile_combine(hidden: int, top_k: int):
-    """The compiled kernel; call it with (results, topk_weights, out, num_tokens, stream)."""
-    arguments = (*[Int64(0)] * 3, Int32(1), cutlass.cuda.default_stream())
+    """The compiled kernel; call it with (results, topk_weights, out, finished, num_tokens, stream)."""
+    arguments = (*[Int64(0)] * 4, Int32(1), cutlass.cuda.default_stream())
     return cached(lambda: cute.compile(Combine(hidden, top_k), *arguments), "combine", hidden, top_k)
 
 

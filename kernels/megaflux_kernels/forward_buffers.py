@@ -101,12 +101,13 @@ class ForwardBuffers:
         self.header[WorkHeader.LAUNCH].add_(1)
         self.counters.zero_()
 
-    def combine(self, topk_weights: Tensor, out: Tensor) -> None:
+    def combine(self, topk_weights: Tensor, out: Tensor, finished: Tensor | None = None) -> None:
         """Launch out[t] = sum over j of topk_weights[t, j] * results[t, j].
 
         Args:
             topk_weights: float32 [M, k], contiguous.
             out: BF16 [M, H], contiguous; written.
+            finished: int64 scalar that is set to the global timer at the end, nanoseconds, unless M is 0.
 
         Raises:
             ShapeError: a shape, dtype or layout that the kernel does not take.
@@ -117,7 +118,8 @@ class ForwardBuffers:
         if num_tokens > self.shape.max_tokens:
             raise ShapeError("topk_weights", num_tokens, f"at most {self.shape.max_tokens} tokens")
         if num_tokens:
-            self._combine(*_addresses(self.results, topk_weights, out), Int32(num_tokens), _stream())
+            at = Int64(0 if finished is None else finished.data_ptr())
+            self._combine(*_addresses(self.results, topk_weights, out), at, Int32(num_tokens), _stream())
 
     def failure(self) -> FailedWait | None:
         """The first wait of this rank that has failed, or None; synchronises with the device."""

@@ -24,9 +24,12 @@ class DeviceLayer(ABC):
 
     Attributes:
         slots: weights a local rank; whoever writes new home weights writes into these.
+        totals: int64 [local ranks, words], what batches add up to (``planning.totals``); on the device, where it grows
+            when a captured graph is replayed, too. None without ``config.metrics``.
     """
 
     slots: Sequence[ExpertSlots]
+    totals: Tensor | None
 
     @abstractmethod
     def prepare(self, top_k: int) -> None:
@@ -115,6 +118,10 @@ class DeviceExecutor(ABC):
         Raises:
             PeerTimeoutError: a wait has failed.
         """
+
+    @abstractmethod
+    def timeouts(self) -> list[str]:
+        """What was waited for when a wait failed, one a rank and set of buffers; does not wait for the device."""
 
     @abstractmethod
     def memory_use(self) -> MemoryUse:

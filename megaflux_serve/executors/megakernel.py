@@ -25,6 +25,7 @@ from megaflux_kernels.planner_buffers import LaunchOptions, PlannerBuffers, Work
 from megaflux_kernels.planner_map import PlannerMap, PlannerShape
 from megaflux_kernels.symmetric import SymmetricMemory
 from megaflux_kernels.sync.record import RECORD_WORDS, failed_wait
+from megaflux_kernels.totals_map import Total
 from megaflux_kernels.worklist import BLOCK_ROWS, LayerShape
 from torch import Tensor
 
@@ -33,6 +34,7 @@ from megaflux_serve.errors import CapacityError, InputError, PeerTimeoutError, U
 from megaflux_serve.executors.device import DeviceExecutor, DeviceLayer, MemoryUse
 from megaflux_serve.executors.limits import kernel_limits
 from megaflux_serve.planning.plan import ReplicaPlan
+from megaflux_serve.planning.totals import totals_map
 from megaflux_serve.routing import RoutingBatch
 from megaflux_serve.slots import SlotLayout
 from megaflux_serve.workspace import ExpertSlots, ExpertWeights
@@ -79,6 +81,10 @@ class MegakernelExecutor(DeviceExecutor):
     def raise_failure(self) -> None:
         for shared in self._shared.values():
             shared.raise_failure()
+
+    def timeouts(self) -> list[str]:
+        records = [record.tolist() for shared in self._shared.values() for record in shared.failures]
+        return [failure.wait.name.lower() for record in records if (failure := failed_wait(record)) is not None]
 
     def memory_use(self) -> MemoryUse:
         workspace = sum(shared.num_bytes for shared in self._shared.values())
@@ -144,11 +150,12 @@ class SharedBuffers:
         config = shared_config(num_local, num_sms)
         search = SearchShape(shape.num_experts, shape.num_ranks, shape.num_replica_slots, BLOCK_ROWS)
         planner = PlannerShape(search, shape.top_k, shape.max_tokens, max(1, num_sms // num_local - 1))
+        totals = totals_map(shape.num_ranks, shape.num_experts)
         tables = executor.allocate(ForwardMap(shape, config.tiling).symmetric_bytes)
         self.shape, self.timeout_s = shape, executor.timeout_s
         self.forward = [ForwardBuffers(shape, config, memory, executor.timeout_s) for memory in tables]
         self.planners = [
-            PlannerBuffers(planner, memory, layout.home_rank, _work_tables(buffers, config))
+            PlannerBuffers(planner, memory, layout.home_rank, _work_tables(buffers, config), totals=totals)
             for memory, buffers in zip(executor.allocate(PlannerMap(planner).num_bytes), self.forward, strict=True)
         ]
         for buffers, planning in zip(self.forward, self.planners, strict=True):
@@ -223,6 +230,11 @@ class MegakernelLayer(DeviceLayer):
             self.slots.append(ExpertSlots(mine, replicas))
         extents = (len(self.pools), layout.num_ranks, layout.num_replica_slots)
         self.resident = torch.full(extents, -1, dtype=torch.int32, device=self.pools[0].w1.device)
+        self.totals, self.ends = None, [None] * len(self.pools)
+        if config.metrics:
+            num_words = totals_map(layout.num_ranks, layout.num_experts).num_words
+            self.totals = self.resident.new_zeros((len(self.pools), num_words), dtype=torch.int64)
+            self.ends = list(self.totals[:, Total.FINISHED])
         self._bound: BoundLayer | None = None
         executor.barrier()
 
@@ -236,18 +248,20 @@ class MegakernelLayer(DeviceLayer):
         if not self.config.sticky:
             self.resident.fill_(-1)
         launch_planner(
-            shared.planners, shared.topk_ids, shared.num_tokens, self.resident, self.options, shared.timeout_s
+            *(shared.planners, shared.topk_ids, shared.num_tokens, self.resident),
+            *(self.options, shared.timeout_s, self.totals),
         )
         weights = [batch.topk_weights.contiguous() for batch in batches]
         outputs = [torch.empty_like(batch.hidden, memory_format=torch.contiguous_format) for batch in batches]
         current = torch.cuda.current_stream()
-        for stream, layer, scales, out in zip(shared.streams or [current], layers, weights, outputs, strict=True):
+        streams = shared.streams or [current]
+        for stream, layer, scales, out, end in zip(streams, layers, weights, outputs, self.ends, strict=True):
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 if not self.pipelined:
                     layer.transfer()
                 layer.forward(self.pipelined)
-                layer.buffers.combine(scales, out)
+                layer.buffers.combine(scales, out, end)
         for stream in shared.streams:
             current.wait_stream(stream)
         shared.note_failures()

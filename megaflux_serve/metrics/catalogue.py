@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from megaflux_serve.planning.totals import RATIO_BOUNDS, TIME_BOUNDS
+
 PREFIX = "megaflux_"
 
 
@@ -97,15 +99,8 @@ _FIRST_LABELS = {
 }
 
 
-TIME_BUCKETS_NS = (*(digit * 10**power for power in range(4, 9) for digit in (1, 2, 5)), 10**9)
-"""10 us to 1 s; nanoseconds, since that is what the device adds up."""
-RATIO_BUCKETS_PERMILLE = (
-    *(1010, 1025, 1050, 1100, 1150, 1200, 1300, 1400),
-    *(1600, 1800, 2000, 2500, 3000, 4000, 6000, 8000),
-)
-"""Of max / mean and of kappa; thousandths, for the same reason."""
-_TIMES = tuple(nanoseconds / 1e9 for nanoseconds in TIME_BUCKETS_NS)
-_RATIOS = tuple(permille / 1e3 for permille in RATIO_BUCKETS_PERMILLE)
+_TIMES = tuple(nanoseconds / 1e9 for nanoseconds in TIME_BOUNDS)
+_RATIOS = tuple(permille / 1e3 for permille in RATIO_BOUNDS)
 _WINDOW_TIMES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 PLACEMENTS = ("fixed", "planned")

@@ -32,6 +32,7 @@ class ReferenceOnDevice(DeviceLayer):
         self.plans: list[ReplicaPlan] = []
         self.inner.observers.append(lambda report: self.plans.append(report.plan))
         self.asked: list[str] = []
+        self.totals = None
 
     def prepare(self, top_k: int) -> None:
         self.asked.append(f"prepare {top_k}")
@@ -55,6 +56,9 @@ class OnDevice(DeviceExecutor):
         raise NotImplementedError
 
     def raise_failure(self) -> None:
+        raise NotImplementedError
+
+    def timeouts(self) -> list[str]:
         raise NotImplementedError
 
     def memory_use(self) -> MemoryUse:

@@ -251,7 +251,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> tuple[method.MegaFluxMoEMethod, L
 class OwnMemory(DeviceExecutor, DeviceLayer):
     """A device executor, as far as where weights live."""
 
-    num_ranks, local_ranks = 1, range(1)
+    num_ranks, local_ranks, totals = 1, range(1), None
 
     def home_weights(self, layout: SlotLayout, hidden: int, intermediate: int) -> list[ExpertWeights]:
         own = layout.experts_per_rank
@@ -268,6 +268,9 @@ class OwnMemory(DeviceExecutor, DeviceLayer):
 
     def raise_failure(self) -> None:
         pass
+
+    def timeouts(self) -> list[str]:
+        return []
 
     def memory_use(self) -> MemoryUse:
         raise NotImplementedError
