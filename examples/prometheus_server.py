@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 import yaml
-from vllm_server import free_port
+from examples.vllm_server import free_port
 
 START_TIMEOUT_S, QUERY_TIMEOUT_S, STOP_TIMEOUT_S = 30.0, 30.0, 15.0
 
