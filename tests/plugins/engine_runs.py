@@ -36,6 +36,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 COMMON = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256}  # float32: tokens have to be equal
+COMMON_FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--api-server-count", "1")
 
 PROMPTS = [
     "def merge(left, right):\n    result = []\n    while left and right:\n        if left[0] <= right[0]:\n",
@@ -94,13 +95,21 @@ class Server:
 
 
 @contextmanager
-def serve(options: Sequence[str], log: Path, model: Path = TINY_MOE) -> Iterator[Server]:
+def serve(
+    options: Sequence[str],
+    log: Path,
+    model: Path = TINY_MOE,
+    common: Sequence[str] = COMMON_FLAGS,
+    start_timeout_s: float = START_TIMEOUT_S,
+) -> Iterator[Server]:
     """``vllm serve`` on a free port of this machine, stopped at the end with all its processes.
 
     Args:
-        options: command-line options beside those that every test wants.
+        options: command-line options beside ``common``.
         log: file that gets what the server prints.
         model: checkpoint folder.
+        common: options that every test of a kind wants.
+        start_timeout_s: the longest wait for the first answer.
 
     Raises:
         RuntimeError: the server ended or did not answer in time; carries the end of the log.
@@ -119,14 +128,14 @@ def serve(options: Sequence[str], log: Path, model: Path = TINY_MOE) -> Iterator
         "--port",
         str(port),
     ]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--api-server-count", "1", *options]
+    command += [*common, *options]
     server = Server(f"http://127.0.0.1:{port}", str(model))
     with log.open("w") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | ENVIRONMENT, start_new_session=True
         )
     try:
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + start_timeout_s
         while not server.is_healthy():
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"vllm serve did not start; the end of {log}:\n{log.read_text()[-4000:]}")

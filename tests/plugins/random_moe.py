@@ -1,0 +1,80 @@
+"""A checkpoint with the layers of a real model and random weights, for GPU tests of servers.
+
+Random weights with the usual scale, so that experts matter for the tokens and the most likely token is seldom in doubt.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.plugins.engine_runs import TINY_MOE
+
+QWEN3_30B_A3B = {
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
+LOGIT_SCALE = 0.1  # times sqrt(H) is the deviation of the logits: the best token leads by far more than BF16 rounds
+
+
+def write_checkpoint(folder: Path, num_layers: int, sizes: dict[str, int] | None = None) -> Path:
+    """A Qwen3-MoE checkpoint of ``num_layers`` layers in BF16, with tiny-moe's tokenizer.
+
+    Args:
+        folder: made.
+        num_layers: layers, all with routed experts.
+        sizes: replaces values of the configuration; default: Qwen3-30B-A3B's.
+    """
+    from safetensors.torch import save_file
+
+    shutil.copytree(TINY_MOE, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.py", "*.png", "*.md"))
+    config = json.loads((folder / "config.json").read_text())
+    config |= QWEN3_30B_A3B | {"max_position_embeddings": 40960} | (sizes or {}) | {"num_hidden_layers": num_layers}
+    (folder / "config.json").write_text(json.dumps(config))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(*extents: int, scale: float) -> Tensor:
+        values = torch.randn(extents, generator=generator, device=device, dtype=torch.bfloat16)
+        return (values * scale).cpu()
+
+    hidden, inner, head = config["hidden_size"], config["moe_intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    ones, one_head = torch.ones(hidden, dtype=torch.bfloat16), torch.ones(head, dtype=torch.bfloat16)
+    tensors = {
+        "model.embed_tokens.weight": drawn(config["vocab_size"], hidden, scale=0.5),
+        "model.norm.weight": ones,
+        "lm_head.weight": drawn(config["vocab_size"], hidden, scale=LOGIT_SCALE),
+    }
+    for index in range(num_layers):
+        layer = f"model.layers.{index}"
+        tensors |= {
+            f"{layer}.input_layernorm.weight": ones.clone(),
+            f"{layer}.post_attention_layernorm.weight": ones.clone(),
+            f"{layer}.self_attn.q_norm.weight": one_head.clone(),
+            f"{layer}.self_attn.k_norm.weight": one_head.clone(),
+            f"{layer}.self_attn.q_proj.weight": drawn(queries, hidden, scale=hidden**-0.5),
+            f"{layer}.self_attn.k_proj.weight": drawn(keys, hidden, scale=hidden**-0.5),
+            f"{layer}.self_attn.v_proj.weight": drawn(keys, hidden, scale=hidden**-0.5),
+            f"{layer}.self_attn.o_proj.weight": drawn(hidden, queries, scale=queries**-0.5),
+            f"{layer}.mlp.gate.weight": drawn(config["num_experts"], hidden, scale=hidden**-0.5),
+        }
+        for expert in range(config["num_experts"]):
+            name = f"{layer}.mlp.experts.{expert}"
+            tensors[f"{name}.gate_proj.weight"] = drawn(inner, hidden, scale=hidden**-0.5)
+            tensors[f"{name}.up_proj.weight"] = drawn(inner, hidden, scale=hidden**-0.5)
+            tensors[f"{name}.down_proj.weight"] = drawn(hidden, inner, scale=inner**-0.5)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+__all__ = ["QWEN3_30B_A3B", "write_checkpoint"]
