@@ -7,9 +7,9 @@ copies of the inputs, planner, forward kernel and combine. Protocols are those o
 ``bench_layer_forward`` times the forward kernel over tables made beforehand.
 
 Variants: ``fixed``, no replica slots; ``moving``, every batch transfers the replicas that it uses; ``sticky``, replicas
-stay, so that replays of one batch find them; ``gated``, moving where the gate expects it to pay, at costs measured in
-this run: those of the same shape and batch size under the first routing with transfers. Outputs of all must equal those
-of fixed bit for bit before anything is timed.
+stay, so that replays of one batch find them; ``gated``, moving where the gate expects it to pay, at costs that this run
+has measured for the shape and batch size as ``megaflux calibrate`` does. Outputs of all must equal those of fixed bit
+for bit before anything is timed.
 
 Reported: latency_ms, tflops_per_gpu (6 H I k M over it) and speedup_over_fixed.
 """
@@ -33,10 +33,11 @@ from benchmarks.layer_pictures import draw_results
 from benchmarks.layer_rig import expert_weights
 from benchmarks.layer_timing import Sustained, align, burst_ms, gather, save, say, sustained
 from benchmarks.layer_workloads import ROUTINGS, SHAPES, routes
+from megaflux_serve.cli.measure import MeasuredShape, measure_costs
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.executors import select_executor
 from megaflux_serve.layer import ReplicatedMoE
-from megaflux_serve.planning import GateCosts, ReplicaPlan
+from megaflux_serve.planning import GateCosts
 from megaflux_serve.routing import RoutingBatch
 from megaflux_serve.workspace import ExpertWeights, Workspace
 
@@ -66,24 +67,8 @@ def capture(
     return graph, output
 
 
-def measured_costs(latency_ms: dict[str, float], plans: dict[str, ReplicaPlan]) -> GateCosts:
-    """What blocks, transfers beyond what computing hides, and plans cost, from three variants of one case.
-
-    Args:
-        latency_ms: of ``fixed``, ``moving`` and ``sticky``.
-        plans: theirs; that of moving has transfers.
-    """
-    fixed, moving, sticky = (latency_ms[variant] * 1e6 for variant in ("fixed", "moving", "sticky"))
-    transfers_a_rank = GateCosts(0, 1, 0, 0).exposed_ns(plans["moving"])
-    block_ns = fixed / plans["fixed"].max_load
-    plan_ns = sticky - fixed + (plans["fixed"].max_load - plans["sticky"].max_load) * block_ns
-    return GateCosts(round(block_ns), max(0, round((moving - sticky) / transfers_a_rank)), max(0, round(plan_ns)), 0)
-
-
-def run_case(
-    name: str, tokens: int, routing: str, options: argparse.Namespace, costs: list[GateCosts]
-) -> list[ResultRow]:
-    """Check and time every variant of one case; the first one with transfers adds to ``costs`` what it has measured."""
+def run_case(name: str, tokens: int, routing: str, options: argparse.Namespace, costs: GateCosts) -> list[ResultRow]:
+    """Check and time every variant of one case."""
     experts, hidden, intermediate, top_k, slots = SHAPES[name]
     ranks, rank = dist.get_world_size(), dist.get_rank()
     shape = LayerShape(ranks, experts, slots, hidden, intermediate, top_k, tokens)
@@ -95,21 +80,15 @@ def run_case(
         torch.from_numpy(topk[rank]).int().cuda(),
         weights / weights.sum(1, keepdim=True),
     )
-    stream, rows, expected, latency, plans = torch.cuda.Stream(), [], None, {}, {}
+    stream, rows, expected, latency = torch.cuda.Stream(), [], None, {}
     case = {"shape": name, "tokens_per_rank": tokens, "routing": routing, "ranks": ranks}
     for variant, (replicated, sticky) in VARIANTS.items():
-        if variant == "gated":
-            if not costs and len(plans["moving"].transfers):
-                costs.append(measured_costs({v: latency["sustained", v] for v in plans}, plans))
-                say(f"{name} {tokens} {routing}: {costs[0]}")
-            if not costs:
-                continue
         config = MegaFluxConfig(
             executor="megakernel",
             replica_slots=slots if replicated else 0,
             sticky=sticky,
             max_tokens=max(options.tokens),
-            gate=costs[0] if variant == "gated" else None,
+            gate=costs if variant == "gated" else None,
         )
         layer = make_layer(shape, config, home)
         graph, output = capture(layer, batch, stream)
@@ -120,7 +99,7 @@ def run_case(
         different = sum(gather(int((expected.view(torch.int16) != output.view(torch.int16)).sum())))
         if different or not bool(torch.isfinite(expected).all()):
             raise SystemExit(f"{name} {tokens} {routing} {variant}: {different} values differ from fixed")
-        plan = plans[variant] = layer.on_device.last_plan()
+        plan = layer.on_device.last_plan()
         say(
             f"{name} {tokens} {routing} {variant}: blocks {plan.loads.tolist()}, {len(plan.transfers)} transfers, "
             f"{torch.cuda.mem_get_info()[0] / 2**30:.0f} GiB free"
@@ -160,7 +139,9 @@ def main() -> None:
     rows = []
     for name in options.shapes:
         for tokens in options.tokens:
-            costs: list[GateCosts] = []
+            costs = measure_costs(MeasuredShape(*SHAPES[name], tokens), dist.group.WORLD)
+            say(f"{name} {tokens}: {costs}")
+            torch.cuda.empty_cache()
             for routing in options.routings:
                 rows += run_case(name, tokens, routing, options, costs)
             save(options.out, rows)

@@ -1,103 +1,193 @@
-"""Times of a block, a replica and a plan on this machine's GPUs, for ``megaflux calibrate``.
+"""The gate's costs of one layer shape, measured with the layer itself on as many ranks as run it.
 
-Each is the median of repeated runs between two events, behind a warm-up; the device sleeps while a run is queued.
+One batch with its hottest experts on one rank goes through four layers that differ in what they pay: ``fixed`` keeps
+every row at home; ``staged`` copies its replicas before it computes, ``pipelined`` while it does; ``resident`` finds
+them in place. Their differences, with the planner's time beside them, are the four costs. Used by ``megaflux
+calibrate``, which starts the ranks, and by the layer's benchmark, whose ranks are there already.
 """
 
 from __future__ import annotations
 
-import functools
+import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
-from cutlass import Int32, Int64
-from cutlass.cuda import default_stream
+import torch.distributed as dist
 from megaflux_kernels.layout import SearchShape
-from megaflux_kernels.plan_counts import compile_plan_counts
-from megaflux_kernels.planner_buffers import home_table, launch_planner
+from megaflux_kernels.planner_buffers import launch_planner
+from megaflux_kernels.worklist import LayerShape
 
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.executors.megakernel import MegakernelExecutor, MegakernelLayer, kernel_limits
-from megaflux_serve.planning.workload import SEEDS, permute, scale_counts, split_by_source, zipf_shares
+from megaflux_serve.planning.gate import GateCosts
+from megaflux_serve.planning.plan import ReplicaPlan
+from megaflux_serve.planning.workload import SEEDS, realise_routes, scale_counts, zipf_shares
 from megaflux_serve.routing import RoutingBatch
 from megaflux_serve.slots import SlotLayout
 from megaflux_serve.workspace import ExpertWeights
 
-TOKENS, EXPERTS, TOP_K, BLOCK_ROWS = 8192, 8, 2, 128
-RUNS, WARMUP = 30, 5
-REPLICAS = 16
-"""Copied in one run, so that the start of a copy counts little."""
+RUNS, WARMUP = 20, 4
+PAUSE_CYCLES = 2_000_000
+"""A run is queued behind a pause of about a millisecond, so that the host's time does not count."""
+
+KAPPA = 3.0
+NOISE = 0.02
+"""Share of a layer's time below which a transfer cannot be told from noise."""
 
 
-def median_ns(prepare: Callable[[], object], run: Callable[[], object]) -> float:
-    """Device time of ``run`` on the default stream, nanoseconds; ``prepare`` comes before it each time."""
+@dataclass(frozen=True)
+class MeasuredShape:
+    """A layer and batch size.
+
+    Args:
+        experts, hidden, intermediate, top_k: E, H, I, k.
+        replica_slots: s of a rank.
+        tokens: of every rank's batch.
+    """
+
+    experts: int
+    hidden: int
+    intermediate: int
+    top_k: int
+    replica_slots: int
+    tokens: int
+
+    def check(self, num_ranks: int) -> None:
+        """Refuse what the kernels cannot serve, before any rank is started.
+
+        Raises:
+            UnsupportedError: naming the field.
+            ConfigError: ranks or slots that do not fit the experts.
+        """
+        MegaFluxConfig(replica_slots=self.replica_slots).slot_layout(self.experts, num_ranks)
+        with kernel_limits():
+            SearchShape(self.experts, num_ranks, self.replica_slots)
+            LayerShape(
+                *(num_ranks, self.experts, self.replica_slots, self.hidden, self.intermediate, self.top_k, self.tokens)
+            )
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Times of one batch on the slowest rank, nanoseconds; ``plan`` is what planning with replica slots adds."""
+
+    fixed: float
+    staged: float
+    pipelined: float
+    resident: float
+    plan: float
+
+
+def gate_costs(times: LayerTimes, fixed_load: int, plan: ReplicaPlan) -> GateCosts:
+    """What the times say.
+
+    A block costs what a block less on the busiest rank has saved; a replica what ``staged`` pays over ``resident``, a
+    replica of the busiest link; hidden is the part of it that ``pipelined`` does not pay, 0 where it is within noise.
+
+    Args:
+        times: of one batch.
+        fixed_load: blocks of the busiest rank at the fixed placement, more than with ``plan``.
+        plan: of the other three, with transfers.
+    """
+    block = (times.fixed - times.resident + times.plan) / (fixed_load - plan.max_load)
+    separate = times.staged - times.resident
+    hidden = 0.0
+    if separate > NOISE * times.resident:
+        hidden = min(1.0, max(0.0, 1 - (times.pipelined - times.resident) / separate))
+    replica = separate / GateCosts(0, 1, 0, 0).exposed_ns(plan)
+    block_ns, replica_ns, plan_ns = (max(0, round(cost)) for cost in (block, replica, times.plan))
+    return GateCosts(block_ns, replica_ns, plan_ns, int(1000 * hidden))
+
+
+def measure_costs(shape: MeasuredShape, group: dist.ProcessGroup) -> GateCosts:
+    """Measure on the ranks of ``group``, one GPU each; collective, the same on every rank.
+
+    Raises:
+        UnsupportedError: a shape that the kernels cannot serve.
+        RuntimeError: the batch gave no transfers, or no rank was relieved.
+    """
+    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    shape.check(num_ranks)
+    executor = MegakernelExecutor(num_ranks, group, shape.tokens)
+    batch = hot_batch(shape, num_ranks, rank)
+    choices = {
+        "fixed": MegaFluxConfig(replica_slots=0),
+        "staged": MegaFluxConfig(replica_slots=shape.replica_slots, sticky=False, transfer="staged"),
+        "pipelined": MegaFluxConfig(replica_slots=shape.replica_slots, sticky=False),
+        "resident": MegaFluxConfig(replica_slots=shape.replica_slots, sticky=True),
+    }
+    times, plans, planning = {}, {}, {}
+    for name, config in choices.items():
+        layout = config.slot_layout(shape.experts, num_ranks)
+        layer = executor.layer(layout, config, [random_weights(shape, layout, rank)])
+        assert isinstance(layer, MegakernelLayer)
+        times[name] = slowest_ns(lambda layer=layer: layer.forward([batch]), group)  # type: ignore[misc]
+        plans[name] = layer.last_plan()
+        if name in ("fixed", "pipelined"):
+            planning[name] = slowest_ns(planner(layer, batch), group)
+            layer.last_plan()
+        del layer
+    plan = plans["pipelined"]
+    if len(plan.transfers) == 0 or plan.max_load >= plans["fixed"].max_load:
+        raise RuntimeError(f"{asdict(shape)}: a batch of kappa {KAPPA} needed no replicas, so they cost nothing here")
+    added = max(0.0, planning["pipelined"] - planning["fixed"])
+    return gate_costs(LayerTimes(**times, plan=added), plans["fixed"].max_load, plan)
+
+
+def hot_batch(shape: MeasuredShape, num_ranks: int, rank: int) -> RoutingBatch:
+    """A rank's batch of Zipf routes; the hottest experts have the lowest ids, which are at home on rank 0."""
+    shares = zipf_shares(shape.experts, min(KAPPA, 0.9 * shape.experts / shape.top_k))
+    rows = scale_counts(shares, num_ranks * shape.tokens, shape.top_k)
+    ids = realise_routes(rows, num_ranks, shape.top_k, SEEDS[0]).reshape(num_ranks, shape.tokens, shape.top_k)
+    return RoutingBatch(
+        torch.randn(shape.tokens, shape.hidden, device="cuda", dtype=torch.bfloat16),
+        torch.from_numpy(np.ascontiguousarray(ids[rank])).int().cuda(),
+        torch.full((shape.tokens, shape.top_k), 1 / shape.top_k, device="cuda"),
+    )
+
+
+def random_weights(shape: MeasuredShape, layout: SlotLayout, rank: int) -> ExpertWeights:
+    """Home weights of a rank, of the size that makes outputs of order one."""
+    own, hidden, intermediate = len(layout.home_experts(rank)), shape.hidden, shape.intermediate
+    w13 = torch.empty(own, 2 * intermediate, hidden, device="cuda", dtype=torch.bfloat16)
+    w2 = torch.empty(own, hidden, intermediate, device="cuda", dtype=torch.bfloat16)
+    return ExpertWeights(w13.normal_(std=hidden**-0.5), w2.normal_(std=intermediate**-0.5))
+
+
+def planner(layer: MegakernelLayer, batch: RoutingBatch) -> Callable[[], None]:
+    """The planner alone, as the layer launches it for this batch."""
+    shared, _ = layer.bound(batch.topk_ids.shape[1])
+    shared.load([batch])
+
+    def run() -> None:
+        layer.resident.fill_(-1)
+        inputs = (shared.topk_ids, shared.num_tokens, layer.resident)
+        launch_planner(shared.planners, *inputs, layer.options, shared.timeout_s)
+
+    return run
+
+
+def slowest_ns(run: Callable[[], object], group: dist.ProcessGroup) -> float:
+    """Median over runs of the slowest rank's time, nanoseconds, from a rest with the ranks together."""
+    together = torch.zeros(1 << 22, device="cuda")  # 16 MB wake a sleeping link, one element does not
     samples = []
     for _ in range(WARMUP + RUNS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        prepare()
-        torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        time.sleep(0.01)
+        dist.barrier(group)
+        torch.cuda._sleep(PAUSE_CYCLES)  # type: ignore[no-untyped-call]
+        dist.all_reduce(together, group=group)
         begin.record()
         run()
         end.record()
         torch.cuda.synchronize()
         samples.append(1e6 * begin.elapsed_time(end))
-    return float(np.median(samples[WARMUP:]))
+    of_ranks: list[list[float]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(of_ranks, samples[WARMUP:], group=group)
+    return float(np.median(np.max(of_ranks, axis=0)))
 
 
-def block_ns(hidden: int, intermediate: int) -> int:
-    """One token block through the forward kernel, with the whole GPU at work on 128 of them.
-
-    Raises:
-        UnsupportedError: a shape that the kernel cannot serve.
-    """
-    executor = MegakernelExecutor(1, max_tokens=TOKENS)
-    w13 = torch.randn(EXPERTS, 2 * intermediate, hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5
-    w2 = torch.randn(EXPERTS, hidden, intermediate, device="cuda", dtype=torch.bfloat16) * intermediate**-0.5
-    layer = executor.layer(SlotLayout(EXPERTS, 1, 0), MegaFluxConfig(replica_slots=0), [ExpertWeights(w13, w2)])
-    assert isinstance(layer, MegakernelLayer)
-    batch = RoutingBatch(
-        torch.randn(TOKENS, hidden, device="cuda", dtype=torch.bfloat16),
-        torch.arange(TOP_K * TOKENS, device="cuda").view(TOKENS, TOP_K) % EXPERTS,
-        torch.full((TOKENS, TOP_K), 1 / TOP_K, device="cuda"),
-    )
-    shared, launches = layer.bound(TOP_K)
-    shared.load([batch])
-
-    def plan() -> None:
-        inputs = (shared.topk_ids, shared.num_tokens, layer.resident)
-        launch_planner(shared.planners, *inputs, layer.options, shared.timeout_s)
-
-    nanoseconds = median_ns(plan, launches[0].forward)
-    shared.note_failures()
-    torch.cuda.synchronize()
-    shared.raise_failure()
-    return round(nanoseconds * BLOCK_ROWS / (TOP_K * TOKENS))
-
-
-def replica_ns(hidden: int, intermediate: int) -> int:
-    """The weights of one expert from the second GPU to the first."""
-    words = 3 * hidden * intermediate * REPLICAS
-    source = torch.zeros(words, device="cuda:1", dtype=torch.bfloat16)
-    destination = torch.empty(words, device="cuda:0", dtype=torch.bfloat16)
-    torch.cuda.synchronize(1)
-    return round(median_ns(lambda: None, lambda: destination.copy_(source, non_blocking=True)) / REPLICAS)
-
-
-def plan_ns(experts: int, ranks: int) -> int:
-    """One plan from counts, for a skewed batch; counting, exchange and routes are needed without replicas as well.
-
-    Raises:
-        UnsupportedError: a shape that the kernel cannot plan.
-    """
-    with kernel_limits():
-        search = SearchShape(experts, ranks, max(1, experts // (4 * ranks)) if ranks > 1 else 0)
-        compiled = compile_plan_counts(search)
-    batch = permute(scale_counts(zipf_shares(experts, 6.0), ranks * TOKENS, min(8, experts)), SEEDS[0])
-    counts = torch.from_numpy(split_by_source(batch, ranks).astype(np.int32)).cuda()
-    homes = torch.from_numpy(home_table(experts, ranks)).cuda()
-    resident = torch.full((max(1, search.num_replicas),), -1, dtype=torch.int32, device="cuda")
-    plan = torch.empty(search.plan.num_words, dtype=torch.int32, device="cuda")
-    addresses = [Int64(tensor.data_ptr()) for tensor in (counts, homes, resident, plan)]
-    options = (Int32(0), Int32(0), Int64(0), Int64(0), Int64(0), Int32(0))
-    run = functools.partial(compiled, *addresses, Int32(1), *options, default_stream())
-    return round(median_ns(lambda: resident.fill_(-1), run))
+__all__ = ["LayerTimes", "MeasuredShape", "gate_costs", "measure_costs"]

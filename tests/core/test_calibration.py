@@ -61,13 +61,18 @@ def test_costs_that_are_not_four_are_refused(file: Path) -> None:
         load_costs("2048x768")
 
 
-def test_the_command_needs_two_gpus_and_whole_ranks(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-    command = ["calibrate", "--hidden", "2048", "--intermediate", "768"]
-    refused = CliRunner().invoke(app, [*command, "--ranks", "3"])
-    assert (refused.exit_code, "ranks = 3" in refused.output) == (2, True)
+@pytest.mark.parametrize(("option", "value"), [("ranks", 3), ("ranks", 1), ("top-k", 0), ("tokens", 0)])
+def test_the_command_names_the_number_that_it_refuses(option: str, value: int) -> None:
+    command = ["calibrate", "--hidden", "2048", "--intermediate", "768", f"--{option}", str(value)]
+    refused = CliRunner().invoke(app, command)
+    assert (refused.exit_code, f"{option.replace('-', '_')} = {value}" in refused.output) == (2, True)
 
-    def no_device() -> str:
-        raise UnsupportedError("calibrate", "torch sees 0 GPUs", "give the gate's costs as JSON")
+
+def test_the_command_needs_gpus(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    command = ["calibrate", "--hidden", "2048", "--intermediate", "768"]
+
+    def no_device(ranks: int) -> str:
+        raise UnsupportedError("calibrate", f"torch sees 0 GPUs, not {ranks}", "give the gate's costs as JSON")
 
     monkeypatch.setattr(calibrate, "usable_device", no_device)
     refused = CliRunner().invoke(app, command)
