@@ -2,7 +2,7 @@
 # Check and time the MoE layer on a host with two Hopper GPUs; logs and results go to $OUT (default ./out).
 #   benchmarks/gpu_layer_forward.sh [STEP...]        default: all, in this order; seconds are the most that a step takes
 #
-#   check      120  tests on one GPU each, then on two: float64, fixed placement bit for bit, odd batches, lost peers
+#   check      210  tests on one GPU each, then on two: float64, fixed placement bit for bit, odd batches, lost peers
 #   stress      90  20,000 batches in a row on two GPUs, all compared
 #   single     180  one GPU a tool: compute-sanitizer and hardware counters on the second, eight virtual ranks on the first
 #   bench      170  the forward kernel at 8K tokens a rank, three shapes, balanced and hot, beside the peers
@@ -15,7 +15,8 @@
 #   trace       60  times inside the kernel
 #
 # Rows of bench, routings, shapes, tokens and alone come together in $OUT/layer_forward.json. Real routings need
-# MEGAFLUX_TRACES; without it they are left out. Peers need their packages.
+# MEGAFLUX_TRACES; without it they are left out. Peers need their packages. CHECK is an expression that selects tests as
+# pytest -k does, SHAPES the shapes of bench, routings, counters and alone.
 cd "$(dirname "$0")/.." || exit
 . benchmarks/gpu_steps.sh
 all="check stress single bench routings shapes tokens layer sweep alone trace"
@@ -27,7 +28,9 @@ if [ -e "${MEGAFLUX_TRACES:-../shared/traces}/gptoss20b/routed_experts.npz" ]; t
 else
   echo "no traces: real routings are left out (set MEGAFLUX_TRACES)"
 fi
-three=(qwen3-30b-a3b mixtral-8x7b deepseek-v3-e64)
+read -ra three <<<"${SHAPES:-qwen3-30b-a3b mixtral-8x7b deepseek-v3-e64}"
+selected=()
+[ -n "${CHECK:-}" ] && selected=(-k "$CHECK")
 
 part() { # ranks, name, seconds, options: rows of layer_forward.json
   local number=$1 name=$2 limit=$3
@@ -40,12 +43,12 @@ part() { # ranks, name, seconds, options: rows of layer_forward.json
 }
 
 check() {
-  CUDA_VISIBLE_DEVICES=1 tests megakernel 90 tests/kernels/test_megakernel_gpu.py >"$work/second" &
+  CUDA_VISIBLE_DEVICES=1 tests megakernel 120 tests/kernels/test_megakernel_gpu.py "${selected[@]}" >"$work/second" &
   local second=$! failed=0
-  CUDA_VISIBLE_DEVICES=0 tests forward 90 tests/kernels/test_forward_gpu.py || failed=1
+  CUDA_VISIBLE_DEVICES=0 tests forward 120 tests/kernels/test_forward_gpu.py "${selected[@]}" || failed=1
   wait $second || failed=1
   cat "$work/second"
-  tests two_gpus 120 tests/kernels/test_megakernel_two_gpus.py || failed=1
+  tests two_gpus 90 tests/kernels/test_megakernel_two_gpus.py "${selected[@]}" || failed=1
   return $failed
 }
 stress() { ranks 2 stress 90 benchmarks/stress_layer.py --out "$OUT/layer_stress.json"; }
