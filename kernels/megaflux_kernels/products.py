@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import warpgroup
 from megaflux_kernels import ptx
 from megaflux_kernels.launch import Place
 from megaflux_kernels.ring import advance, take_task
-from megaflux_kernels.worklist import BLOCK_ROWS, Kind, LayerShape
+from megaflux_kernels.worklist import BLOCK_ROWS, Kind, LayerShape, Tiling
 
 arch = cute.arch
 K_TILE = 64
@@ -23,9 +23,9 @@ WARPGROUP_ROWS = 64
 
 
 @cute.jit
-def release_stage(barrier, lane):
-    """A warp is done with a stage: tell both CTAs of the cluster, since either may write into it."""
-    if lane < 2:
+def release_stage(barrier, lane, cluster: cutlass.Constexpr):
+    """A warp is done with a stage: tell all CTAs of the cluster, since each may write into it."""
+    if lane < cluster:
         arch.mbarrier_arrive(barrier, lane)
 
 
@@ -42,7 +42,15 @@ def multiply_stage(operation, accumulator, rows, columns, stage, first: cutlass.
 
 @cute.jit
 def multiply(
-    operands, barriers, num_k_tiles, stage, phase, num_stages: cutlass.Constexpr, lane, gather: cutlass.Constexpr
+    operands,
+    barriers,
+    num_k_tiles,
+    stage,
+    phase,
+    num_stages: cutlass.Constexpr,
+    lane,
+    cluster: cutlass.Constexpr,
+    gather: cutlass.Constexpr,
 ):
     """accumulator = rows @ columns.T over ``num_k_tiles`` stages of the load ring, one WGMMA group kept in flight.
 
@@ -71,11 +79,11 @@ def multiply(
             arch.fence_proxy("async.shared", space="cta")
         multiply_stage(operation, accumulator, rows, columns, stage, False)
         warpgroup.wait_group(1)
-        release_stage(empty + previous, lane)
+        release_stage(empty + previous, lane, cluster)
         previous = stage
         stage, phase = advance(stage, phase, num_stages)
     warpgroup.wait_group(0)
-    release_stage(empty + previous, lane)
+    release_stage(empty + previous, lane, cluster)
     return stage, phase
 
 
@@ -122,8 +130,8 @@ class MatrixWarps:
         pitch: bytes from one staged row to the next.
     """
 
-    def __init__(self, shape: LayerShape, columns: int, stages: int, pitch: int, gather: bool) -> None:
-        self.gather = gather
+    def __init__(self, shape: LayerShape, columns: int, stages: int, pitch: int, tiling: Tiling) -> None:
+        self.gather, self.cluster = tiling.gather, tiling.cluster
         self.shape, self.columns, self.stages, self.pitch = shape, columns, stages, pitch
 
     @cute.jit
@@ -155,7 +163,7 @@ class MatrixWarps:
             num_k = Int32(self.shape.hidden // K_TILE)
             if task.kind == int(Kind.FC2):
                 num_k = Int32(self.shape.intermediate // K_TILE)
-            stage, phase = multiply(operands, loads, num_k, stage, phase, self.stages, lane, self.gather)
+            stage, phase = multiply(operands, loads, num_k, stage, phase, self.stages, lane, self.cluster, self.gather)
             if task.kind == int(Kind.FC1):
                 stage_rows(accumulator, True, self.columns // 2, address, buffer, buffer_phase, lane)
             else:

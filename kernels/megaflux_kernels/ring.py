@@ -1,4 +1,4 @@
-"""The task ring: one lane of every pair of CTAs claims task words and posts them to the warps of both.
+"""The task ring: one lane of every cluster claims task words and posts them to the warps of all its CTAs.
 
 A ring of two words in shared memory lets the load warp run one task ahead of the matrix warps. Decides who claims and
 when; does not know what a task computes.
@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, range_constexpr
 
 from megaflux_kernels.launch import Place
 from megaflux_kernels.sync.device import doubles, words
-from megaflux_kernels.worklist import CLUSTER, Kind
+from megaflux_kernels.worklist import Kind
 
 arch = cute.arch
 RING_WORDS = 2
-READERS = 10 * CLUSTER
-"""Warps that free a slot: of each CTA the load warp, the store warp and eight matrix warps."""
+READERS = 10
+"""Warps of each CTA that free a slot: the load warp, the store warp and eight matrix warps."""
 
 
 class Ring(NamedTuple):
@@ -46,7 +47,7 @@ class Task(NamedTuple):
     tile: Int32
     slot: Int32
     kind: Int32
-    share_rows: Int32
+    log_width: Int32
     gated: Int32
 
 
@@ -57,33 +58,33 @@ def take_task(ring: Ring, index, phase, place: Place):
     word = arch.load(ring.words + index, Int64)
     arch.sync_warp()
     if place.lane == 0:
-        arch.mbarrier_arrive(ring.empty + index, 0)  # the first CTA's scheduler claims for both
+        arch.mbarrier_arrive(ring.empty + index, 0)  # the first CTA's scheduler claims for all
     index, phase = advance(index, phase, RING_WORDS)
     low = arch.make_warp_uniform(Int32(word & 0xFFFFFFFF))
     high = arch.make_warp_uniform(Int32(word >> 32))
-    share_rows = (high >> 26) & 1
+    log_width = (high >> 26) & 3
     task = Task(
-        block=(low & 0xFFFFFF) + place.member * (1 - share_rows),
-        tile=(((low >> 24) & 0xFF) | ((high & 0xFF) << 8)) + place.member * share_rows,
+        block=(low & 0xFFFFFF) + (place.member & ((1 << log_width) - 1)),
+        tile=(((low >> 24) & 0xFF) | ((high & 0xFF) << 8)) + (place.member >> log_width),
         slot=(high >> 8) & 0xFFFF,
         kind=(high >> 24) & 3,
-        share_rows=share_rows,
-        gated=(high >> 27) & 1,
+        log_width=log_width,
+        gated=(high >> 28) & 1,
     )
     return task, index, phase
 
 
 @cute.jit
-def post_task(ring: Ring, index, word):
-    """Put a word into slot ``index`` of both CTAs' rings."""
-    for cta in range_constexpr(CLUSTER):
+def post_task(ring: Ring, index, word, cluster: cutlass.Constexpr):
+    """Put a word into slot ``index`` of the rings of all CTAs of the cluster."""
+    for cta in range_constexpr(cluster):
         arch.mbarrier_arrive_and_expect_tx(ring.full + index, 8, cta)
         halves = (Int32(word & 0xFFFFFFFF), Int32(word >> 32))
         arch.store_async_dsmem(ring.words + index, halves, ring.full + index, cta)
 
 
 @cute.jit
-def schedule(ring: Ring, queue: Int64, tasks: Int64, num_tasks):
+def schedule(ring: Ring, queue: Int64, tasks: Int64, num_tasks, cluster: cutlass.Constexpr):
     """Claim words in stream order until none is left, then post the end. Called by one lane of the first CTA.
 
     A word is claimed only when a slot is free, late enough for the last tasks to go where there is room.
@@ -94,12 +95,12 @@ def schedule(ring: Ring, queue: Int64, tasks: Int64, num_tasks):
     while claimed < num_tasks:
         word = arch.load(doubles(tasks).iterator + claimed, Int64)
         arch.mbarrier_wait(ring.empty + index, phase ^ 1)
-        post_task(ring, index, word)
+        post_task(ring, index, word, cluster)
         index, phase = advance(index, phase, RING_WORDS)
         arch.mbarrier_wait(ring.empty + index, phase ^ 1)
         claimed = arch.atomic_add(claims, Int32(1), sem="relaxed", scope="gpu")
     arch.mbarrier_wait(ring.empty + index, phase ^ 1)
-    post_task(ring, index, Int64(int(Kind.END) << 56))
+    post_task(ring, index, Int64(int(Kind.END) << 56), cluster)
 
 
 __all__ = ["READERS", "RING_WORDS", "Ring", "Task", "advance", "post_task", "schedule", "take_task"]
