@@ -22,31 +22,40 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.bench_layer_forward import ROUTINGS, SHAPES, make_rig, run_case, save, say
 from benchmarks.harness.rows import RESULTS
 
-CHOICES = {
-    "pool": Tiling(),
-    "gather": Tiling(gather=True),
+CHOICES = {  # tiling, CTAs; clusters of four do not fill 132 SMs
+    "pool2": (Tiling(), 132),
+    "gather2": (Tiling(gather=True), 132),
+    "pool4": (Tiling(cluster=4), 128),
+    "gather4": (Tiling(gather=True, cluster=4), 128),
+    "hints2": (Tiling(gather=True, hints=True), 132),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--choices", nargs="+", default=list(CHOICES), choices=CHOICES)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--routing", default="zipf-3-one-rank", choices=ROUTINGS)
+    parser.add_argument("--routings", nargs="+", default=["balanced"], choices=ROUTINGS)
     parser.add_argument("--span-ms", type=float, default=150, help="timed part of a sustained run")
+    parser.add_argument("--trace", action="store_true", help="record times inside the kernel instead")
     parser.add_argument("--out", type=Path, default=RESULTS / "layer_forward_sweep.json")
     options = parser.parse_args()
-    options.variants, options.peers = ("fixed", "pipelined"), False
+    options.variants, options.peers = ("fixed", "pipelined"), ()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rows = []
-    for name in options.shapes:
-        for choice, tiling in CHOICES.items():
+    for choice in options.choices:
+        tiling, num_ctas = CHOICES[choice]
+        config = dataclasses.replace(shared_config(tiling=tiling), num_ctas=num_ctas, trace=options.trace)
+        for name in options.shapes:
             say(f"{name}: {choice}")
-            rig = make_rig(name, options.tokens, dataclasses.replace(shared_config(), tiling=tiling))
-            for row in run_case(rig, name, options.tokens, options.routing, options):
-                case = {**row.case, "choice": choice}
-                rows.append(dataclasses.replace(row, bench="layer_forward_sweep", case=case))
+            rig = make_rig(name, options.tokens, config)
+            for routing in options.routings:
+                for row in run_case(rig, name, options.tokens, routing, options):
+                    rows.append(
+                        dataclasses.replace(row, bench=f"{row.bench}_sweep", case={**row.case, "choice": choice})
+                    )
             del rig
             torch.cuda.empty_cache()
             save(options.out, rows)

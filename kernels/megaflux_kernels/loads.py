@@ -54,7 +54,7 @@ class LoadWarp:
         self.w1_tile = (self.columns // 2, 2)  # the gate rows, then the up rows of the same columns
         self.fc1_tiles = tiling.fc1_tiles(shape)
         self.stage_bytes = 2 * (BLOCK_ROWS + self.columns) * K_TILE
-        self.gather = tiling.gather
+        self.gather, self.hints = tiling.gather, tiling.hints
         self.arrivals = 1 + 32 if tiling.gather else 1
 
     @cute.jit
@@ -141,6 +141,8 @@ class LoadWarp:
             number, mine = (cluster // width, tile) if is_row else (width, block)
             mask = same_block << block if is_row else ((1 << width) - 1) << (tile << shift)
             options = {"mcast_mask": Int16(mask)} if number > 1 else {}
+            if self.hints and not is_row:
+                options["cache_policy"] = Int64(ptx.EVICT_FIRST)
             atom = atoms[number.bit_length() - 1][i]
             result.append(Operand(*partition(*atom, *operand, mine if number > 1 else Int32(0), number), options))
         return result
@@ -165,7 +167,7 @@ class LoadWarp:
             source, shift = pool + (k * 2 * K_TILE + lane % 8 * 16), stage * (2 * BLOCK_ROWS * K_TILE)
             for i in range_constexpr(BLOCK_ROWS // 4):
                 to = (odd if i % 2 else even) + shift + i * 512
-                ptx.copy_async(to, source + Int64(units[i]) * 16)
+                ptx.copy_async(to, source + Int64(units[i]) * 16, self.hints)
             arch.cp_async_mbarrier_arrive_noinc(full + stage)
             stage, phase = advance(stage, phase, self.stages)
         return stage, phase

@@ -47,7 +47,7 @@ class StoreWarp:
 
     def __init__(self, shape: LayerShape, tiling: Tiling, counters: Counters, num_ctas: int, trace: bool) -> None:
         self.shape, self.counters, self.num_ctas, self.trace = shape, counters, num_ctas, trace
-        self.columns, self.cluster = tiling.tile_columns, tiling.cluster
+        self.columns, self.cluster, self.hints = tiling.tile_columns, tiling.cluster, tiling.hints
         self.pitch = 2 * self.columns + ROW_PAD
 
     @property
@@ -76,7 +76,7 @@ class StoreWarp:
                 first = act + (Int64(row) * intermediate + task.tile * half) * 2
                 rows = [first + 64 * i * intermediate for i in range(ROWS_PER_LANE)]
                 width = existing_columns(task.tile, half, intermediate, self.cluster)
-                phase = self.store_rows(staging, barriers, rows, width, lane, phase)
+                phase = self.store_rows(staging, barriers, rows, width, lane, phase, False)
                 arch.cp_async_bulk_wait_group(0)  # written, not only read from shared memory
                 arch.fence_proxy("async.global")
                 arch.sync_warp()
@@ -86,7 +86,7 @@ class StoreWarp:
             else:
                 rows = self.result_rows(tables.row_source, row, ranks, task.tile * (2 * self.columns))
                 width = existing_columns(task.tile, self.columns, hidden, self.cluster)
-                phase = self.store_rows(staging, barriers, rows, width, lane, phase)
+                phase = self.store_rows(staging, barriers, rows, width, lane, phase, self.hints)
             task, index, turn = take_task(ring, index, turn, place)
         mark(trace, place, 4, self.trace)
         arch.cp_async_bulk_wait_group(0)
@@ -112,7 +112,7 @@ class StoreWarp:
         return rows
 
     @cute.jit
-    def store_rows(self, staging, barriers, rows, width, lane, phase):
+    def store_rows(self, staging, barriers, rows, width, lane, phase, once: cutlass.Constexpr):
         """Staged rows of both warpgroups to this lane's addresses, ``width`` columns each; returns the next phase."""
         full, empty = barriers
         for group in range_constexpr(2):
@@ -120,7 +120,7 @@ class StoreWarp:
             for i in range_constexpr(2):
                 if (rows[2 * group + i] != 0) & (width > 0):
                     staged = staging + ((2 * group + i) * 32 + lane) * self.pitch
-                    ptx.bulk_store(rows[2 * group + i], staged, 2 * width)
+                    ptx.bulk_store(rows[2 * group + i], staged, 2 * width, once)
             arch.cp_async_bulk_commit_group()
         for group in range_constexpr(2):
             arch.cp_async_bulk_wait_group(1 - group, read=True)

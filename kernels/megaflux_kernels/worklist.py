@@ -173,6 +173,7 @@ class Tiling:
     lag: int = 128
     cluster: int = 2
     gather: bool = False
+    hints: bool = False
 
     def fc1_tiles(self, shape: LayerShape) -> int:
         """N tiles of FC1."""

@@ -48,7 +48,13 @@ def assert_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
         assert len(different) == 0, f"{len(different)} of {a.numel()} values differ, first at {different[0].tolist()}"
 
 
-TILINGS = {"pool": Tiling(), "gather": Tiling(gather=True)}
+TILINGS = {
+    "pool2": Tiling(),
+    "gather2": Tiling(gather=True),
+    "pool4": Tiling(cluster=4),
+    "gather4": Tiling(gather=True, cluster=4),
+    "hints2": Tiling(gather=True, hints=True),
+}
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
