@@ -150,7 +150,7 @@ def run_case(rig: Rig, name: str, tokens: int, routing: str, options: argparse.N
         torch.cuda.synchronize()
         for peer in options.peers:
             steps[peer] = (make_peer(peer, at, expected), torch.cuda.current_stream())
-    timed = time_steps(rig, steps, options.span_ms)
+    timed = time_steps(rig, steps, set(VARIANTS) - set(options.sustained), options.span_ms)
     rows = result_rows(case, rig.shape, topk, (fixed, plan), timed)
     rows.append(ResultRow("layer_forward", {**case, "variant": "fixed"}, "relative_l2", error, "1"))
     failures = [failure for of_rank in gather(rig.failures()) for failure in of_rank]
@@ -160,12 +160,17 @@ def run_case(rig: Rig, name: str, tokens: int, routing: str, options: argparse.N
 
 
 def time_steps(
-    rig: Rig, steps: dict[str, tuple[Callable[[], object], torch.cuda.Stream]], span_ms: float
+    rig: Rig,
+    steps: dict[str, tuple[Callable[[], object], torch.cuda.Stream]],
+    burst_only: set[str],
+    span_ms: float,
 ) -> dict[tuple[str, str], Sustained]:
     """Every step under both protocols: (protocol, variant) -> time, with clock and power where it is sustained."""
     timed: dict[tuple[str, str], Sustained] = {}
     for protocol in PROTOCOLS:
         for variant, (step, stream) in steps.items():
+            if protocol == "sustained" and variant in burst_only:
+                continue
             if isinstance(step, Steps):
                 rig.load(step.tables)
             align()
@@ -248,6 +253,7 @@ def main() -> None:
     parser.add_argument("--routings", nargs="+", default=["balanced"], choices=ROUTINGS)
     parser.add_argument("--span-ms", type=float, default=250, help="timed part of a sustained run")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="fixed is the base")
+    parser.add_argument("--sustained", nargs="*", default=list(VARIANTS), choices=VARIANTS, help="others: bursts only")
     parser.add_argument("--trace", action="store_true", help="record times inside the kernel instead")
     parser.add_argument("--peers", nargs="*", choices=PEERS, help="default: those that are installed")
     parser.add_argument("--out", type=Path, default=RESULTS / "layer_forward.json")

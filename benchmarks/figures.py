@@ -10,56 +10,21 @@ ends with ``<!-- end of figures -->``; what stands between is replaced by the ta
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import layer_tables
+from benchmarks.harness.documents import Row, provenance, rows, table, value
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "device-planner.md")
 BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 TOKENS = (1024, 4096, 8192, 32768, 131072)
 PLANNER = {"experts": 256, "routing": "zipf-k6"}
-SHAPES = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "mixtral-8x7b": "Mixtral-8x7B", "deepseek-v3-e64": "DeepSeek-V3-like"}
-ROUTINGS = {"balanced": "balanced", "zipf-3-one-rank": "kappa 3, hot experts on one rank"}
-
-Row = dict[str, Any]
-
-
-def rows(bench: str, metric: str, **case: Any) -> list[Row]:
-    """The rows of a result file with this metric whose case has these values."""
-    found = [row for row in json.loads((RESULTS / f"{bench}.json").read_text()) if row["metric"] == metric]
-    return [row for row in found if case.items() <= row["case"].items()]
-
-
-def value(bench: str, metric: str, **case: Any) -> float:
-    """The value of the one row that matches.
-
-    Raises:
-        LookupError: no row or several rows match.
-    """
-    found = rows(bench, metric, **case)
-    if len(found) != 1:
-        raise LookupError(f"{bench}: {len(found)} rows match {metric} {case}")
-    return float(found[0]["value"])
-
-
-def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    all_lines = [header, ["---"] * len(header), *lines]
-    return "".join("| " + " | ".join(line) + " |\n" for line in all_lines)
-
-
-def provenance(bench: str) -> str:
-    """One line: machine, commit and date of a result file."""
-    first = json.loads((RESULTS / f"{bench}.json").read_text())[0]
-    return (
-        f"\n{first['device']}, commit `{first['commit']}`, {first['date'][:10]}; `benchmarks/results/{bench}.json`.\n"
-    )
 
 
 def planner_cpu() -> str:
@@ -107,38 +72,6 @@ def planner_phases() -> str:
     return table(["µs; tokens a rank", *(f"{m // 1024}K" for m in TOKENS)], lines) + provenance("planner")
 
 
-def layer() -> str:
-    """The whole layer on two GPUs, planned on the device, sustained: fixed placement and replicas."""
-    lines = []
-    for shape in ("qwen3-30b-a3b", "deepseek-v3-e64"):
-        for routing, routing_name in ROUTINGS.items():
-            for tokens in (1024, 4096, 8192, 16384):
-                case = {
-                    "shape": shape,
-                    "routing": routing,
-                    "tokens_per_rank": tokens,
-                    "ranks": 2,
-                    "protocol": "sustained",
-                }
-                rates = [value("layer", "tflops_per_gpu", variant=v, **case) for v in ("fixed", "moving", "sticky")]
-                gains = [value("layer", "speedup_over_fixed", variant=v, **case) for v in ("moving", "sticky", "gated")]
-                cells = [SHAPES[shape], routing_name, f"{tokens // 1024}K"]
-                lines.append([*cells, *(f"{rate:.0f}" for rate in rates), *(f"{gain:.2f}x" for gain in gains)])
-    header = ["shape", "routing", "tokens", "fixed", "replicas", "sticky", "gain", "gain, sticky", "gain, gated"]
-    return table(header, lines) + provenance("layer")
-
-
-def peers() -> str:
-    """The forward kernel at fixed placement beside an unfused layer on the same two GPUs, single launches."""
-    case = {"routing": "balanced", "tokens_per_rank": 8192, "ranks": 2, "protocol": "burst"}
-    variants = {"all-gather, grouped GEMM, reduce-scatter": "all-gather + grouped_mm", "one launch": "fixed"}
-    lines = [
-        [name, *(f"{value('layer_forward', 'tflops_per_gpu', shape=s, variant=v, **case):.0f}" for s in SHAPES)]
-        for name, v in variants.items()
-    ]
-    return table(["TFLOP/s a GPU", *SHAPES.values()], lines) + provenance("layer_forward")
-
-
 def routepack() -> str:
     """Placement and schedule on windows of the paper's shape and on the real one, the paper's figures in brackets."""
     names = {"tiny": "23 x 128, synthetic", "flash": "40 x 512, synthetic", "gptoss": "gpt-oss-20b, real"}
@@ -169,8 +102,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "planner_cpu": planner_cpu,
     "planner": planner,
     "planner_phases": planner_phases,
-    "layer": layer,
-    "peers": peers,
+    **layer_tables.TABLES,
     "routepack": routepack,
 }
 

@@ -29,6 +29,7 @@ else
   echo "no traces: real routings are left out (set MEGAFLUX_TRACES)"
 fi
 read -ra three <<<"${SHAPES:-qwen3-30b-a3b mixtral-8x7b deepseek-v3-e64}"
+three_sustained=(--sustained fixed staged pipelined)
 selected=()
 [ -n "${CHECK:-}" ] && selected=(-k "$CHECK")
 
@@ -91,15 +92,15 @@ bench() {
   LINES_SHOWN=90 part 2 layer_forward 170 --span-ms 150 --shapes "${three[@]}" --routings balanced zipf-3-one-rank
 }
 routings() {
-  LINES_SHOWN=150 part 2 layer_forward_routings 150 --span-ms 100 --peers --shapes "${three[@]}" \
+  LINES_SHOWN=150 part 2 layer_forward_routings 150 --span-ms 100 --peers "${three_sustained[@]}" --shapes "${three[@]}" \
     --routings zipf-3 zipf-6 zipf-6-one-rank "${real[@]}"
 }
 shapes() {
-  LINES_SHOWN=60 part 2 layer_forward_shapes 90 --span-ms 100 --shapes olmoe gpt-oss-20b \
+  LINES_SHOWN=60 part 2 layer_forward_shapes 90 --span-ms 100 "${three_sustained[@]}" --shapes olmoe gpt-oss-20b \
     --routings balanced zipf-3-one-rank "${native[@]}"
 }
 tokens() {
-  LINES_SHOWN=150 part 2 layer_forward_tokens 150 --span-ms 100 --peers --variants fixed staged pipelined \
+  LINES_SHOWN=150 part 2 layer_forward_tokens 150 --span-ms 100 --peers "${three_sustained[@]}" \
     --shapes qwen3-30b-a3b deepseek-v3-e64 --tokens 1024 2048 4096 16384 32768 --routings balanced zipf-3-one-rank
 }
 layer() {

@@ -1,0 +1,198 @@
+"""Tables of the layer's results for README.md and docs/forward-kernel.md; see ``figures``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.harness.documents import cell, provenance, rows, table, value
+
+SHAPES = {
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "mixtral-8x7b": "Mixtral-8x7B",
+    "deepseek-v3-e64": "DeepSeek-V3-like",
+    "olmoe": "OLMoE",
+    "gpt-oss-20b": "gpt-oss-20b widths",
+}
+ROUTINGS = {
+    "balanced": "balanced",
+    "real-median": "real, median",
+    "real-high": "real, high",
+    "zipf-3": "kappa 3",
+    "zipf-6": "kappa 6",
+    "zipf-3-one-rank": "kappa 3, hot experts on one rank",
+    "zipf-6-one-rank": "kappa 6, hot experts on one rank",
+}
+PEERS = {
+    "fixed": "one launch, fixed placement",
+    "pipelined": "one launch, replicas",
+    "all-gather + grouped_mm": "NCCL and torch's grouped_mm",
+    "all-gather + quack": "NCCL and quack's grouped products",
+    "all-gather + fused_experts": "NCCL and vLLM's fused_experts",
+}
+AT_8K: dict[str, Any] = {"tokens_per_rank": 8192, "ranks": 2}
+
+
+def present(bench: str, key: str, names: dict[str, str]) -> list[str]:
+    """The names that a result file has, in the order of ``names``."""
+    held = {row["case"].get(key) for row in rows(bench, "latency_ms", ranks=2)}
+    return [name for name in names if name in held]
+
+
+def layer() -> str:
+    """The whole layer on two GPUs, planned on the device, sustained: fixed placement and replicas."""
+    lines = []
+    for shape in present("layer", "shape", SHAPES):
+        for routing in present("layer", "routing", ROUTINGS):
+            for tokens in (1024, 4096, 8192, 16384):
+                case = {"shape": shape, "routing": routing, "tokens_per_rank": tokens, "protocol": "sustained"}
+                rates = [value("layer", "tflops_per_gpu", variant=v, **case) for v in ("fixed", "moving", "sticky")]
+                gains = [value("layer", "speedup_over_fixed", variant=v, **case) for v in ("moving", "sticky", "gated")]
+                cells = [SHAPES[shape], ROUTINGS[routing], f"{tokens // 1024}K"]
+                lines.append([*cells, *(f"{rate:.0f}" for rate in rates), *(f"{gain:.2f}x" for gain in gains)])
+    header = ["shape", "routing", "tokens", "fixed", "replicas", "sticky", "gain", "gain, sticky", "gain, gated"]
+    return table(header, lines) + provenance("layer")
+
+
+def forward() -> str:
+    """The forward kernel and the combine at fixed placement, balanced: rate, share of the limit, clock and power."""
+    case = {**AT_8K, "routing": "balanced", "variant": "fixed"}
+    lines = []
+    for shape in present("layer_forward", "shape", SHAPES):
+        at = {**case, "shape": shape}
+        lines.append(
+            [
+                SHAPES[shape],
+                cell("{:.0f}", "layer_forward", "tflops_per_gpu", protocol="burst", **at),
+                cell("{:.0f}", "layer_forward", "tflops_per_gpu", protocol="sustained", **at),
+                cell("{:.0%}", "layer_forward", "roofline_fraction", protocol="burst", **at),
+                cell("{:.0%}", "layer_forward", "roofline_fraction", protocol="sustained", **at),
+                cell("{:.0f}", "layer_forward", "sm_clock_mhz", protocol="sustained", **at),
+                cell("{:.0f}", "layer_forward", "power_w", protocol="sustained", **at),
+                cell("{:.2%}", "layer_forward", "relative_l2", **at),
+            ]
+        )
+    header = ["TFLOP/s a GPU", "burst", "sustained", "of the limit", "sustained", "MHz", "W", "relative L2 to float64"]
+    return table(header, lines) + provenance("layer_forward", ranks=2)
+
+
+def forward_peers() -> str:
+    """Who else computes the layer on the same two GPUs in the same run, balanced: burst / sustained."""
+    case = {**AT_8K, "routing": "balanced"}
+    shapes = present("layer_forward", "shape", SHAPES)
+    lines = []
+    for variant in present("layer_forward", "variant", PEERS):
+        cells = []
+        for shape in shapes:
+            at = {**case, "shape": shape, "variant": variant}
+            rates = [
+                cell("{:.0f}", "layer_forward", "tflops_per_gpu", protocol=protocol, **at)
+                for protocol in ("burst", "sustained")
+            ]
+            cells.append(" / ".join(rates) if rates != ["-", "-"] else "-")
+        if set(cells) != {"-"}:
+            lines.append([PEERS[variant], *cells])
+    return table(["TFLOP/s a GPU", *(SHAPES[shape] for shape in shapes)], lines) + provenance("layer_forward", ranks=2)
+
+
+def peers() -> str:
+    """The forward kernel at fixed placement beside an unfused layer on the same two GPUs, single launches."""
+    case = {**AT_8K, "routing": "balanced", "protocol": "burst"}
+    shapes = present("layer_forward", "shape", SHAPES)
+    variants = {"all-gather, grouped GEMM, reduce-scatter": "all-gather + grouped_mm", "one launch": "fixed"}
+    lines = [
+        [name, *(f"{value('layer_forward', 'tflops_per_gpu', shape=s, variant=v, **case):.0f}" for s in shapes)]
+        for name, v in variants.items()
+    ]
+    header = ["TFLOP/s a GPU", *(SHAPES[shape] for shape in shapes)]
+    return table(header, lines) + provenance("layer_forward", ranks=2)
+
+
+def routings() -> str:
+    """By routing, at 8192 tokens a rank: rate at fixed placement, gains, the ideal gain, and how much is hidden."""
+    lines = []
+    for shape in present("layer_forward", "shape", SHAPES):
+        for routing in present("layer_forward", "routing", ROUTINGS):
+            case = {**AT_8K, "shape": shape, "routing": routing}
+            if rows("layer_forward", "latency_ms", variant="fixed", protocol="sustained", **case):
+                lines.append([SHAPES[shape], ROUTINGS[routing], *gains(case)])
+    header = ["shape", "routing", "fixed, TFLOP/s", "staged", "pipelined", "ideal", "hidden"]
+    return table(header, lines) + provenance("layer_forward", ranks=2)
+
+
+def tokens() -> str:
+    """By batch size."""
+    lines = []
+    sizes = sorted({row["case"]["tokens_per_rank"] for row in rows("layer_forward", "latency_ms", ranks=2)})
+    for shape in present("layer_forward", "shape", SHAPES):
+        for routing in ("balanced", "zipf-3-one-rank"):
+            found = [{"shape": shape, "routing": routing, "tokens_per_rank": size, "ranks": 2} for size in sizes]
+            found = [case for case in found if rows("layer_forward", "latency_ms", variant="fixed", **case)]
+            if len(found) > 1:
+                size = [f"{case['tokens_per_rank'] // 1024}K" for case in found]
+                lines += [
+                    [SHAPES[shape], ROUTINGS[routing], *cells]
+                    for cells in zip(size, *zip(*map(gains, found), strict=True), strict=True)
+                ]
+    header = ["shape", "routing", "tokens", "fixed, TFLOP/s", "staged", "pipelined", "ideal", "hidden"]
+    return table(header, lines) + provenance("layer_forward", ranks=2)
+
+
+def gains(case: dict[str, Any]) -> list[str]:
+    """Fixed TFLOP/s sustained; gains of staged and pipelined, burst / sustained; ideal gain; hidden, burst."""
+    cells = [cell("{:.0f}", "layer_forward", "tflops_per_gpu", variant="fixed", protocol="sustained", **case)]
+    for variant in ("staged", "pipelined"):
+        both = [
+            cell("{:.2f}", "layer_forward", "speedup_over_fixed", variant=variant, protocol=protocol, **case)
+            for protocol in ("burst", "sustained")
+        ]
+        cells.append(" / ".join(both) if both != ["-", "-"] else "-")
+    case = {**case, "variant": "pipelined", "protocol": "burst"}
+    cells.append(cell("{:.2f}", "layer_forward", "ideal_speedup", **case))
+    return [*cells, cell("{:.0f} %", "layer_forward", "hidden_pct", **case)]
+
+
+def emulated() -> str:
+    """Eight virtual ranks: gain of pipelined over fixed by routing, the ideal in brackets."""
+    held = rows("layer_emulated", "speedup_over_fixed", variant="pipelined")
+    names, experts, sizes = (
+        list(dict.fromkeys(row["case"][key] for row in held)) for key in ("routing", "experts", "tokens_per_rank")
+    )
+    lines = []
+    for number in experts:
+        for size in sizes:
+            case = {"experts": number, "tokens_per_rank": size, "variant": "pipelined"}
+            cells = [
+                cell("{:.2f}", "layer_emulated", "speedup_over_fixed", routing=name, **case)
+                + cell(" ({:.2f})", "layer_emulated", "ideal_speedup", routing=name, **case)
+                for name in names
+            ]
+            lines.append([str(number), f"{size // 1024}K", *cells])
+    header = ["E", "tokens a rank", *(ROUTINGS.get(name, name) for name in names)]
+    return table(header, lines) + provenance("layer_emulated")
+
+
+def stress() -> str:
+    """Many launches in a row on two GPUs."""
+    names = {
+        "launches": ("batches", "{:,.0f}"),
+        "launches_in_all": ("layers run", "{:,.0f}"),
+        "rows": ("tokens", "{:,.0f}"),
+        "values_that_differ": ("values that differ from fixed placement", "{:.0f}"),
+        "relative_l2_max": ("relative L2 to float64, worst sample", "{:.2%}"),
+        "elapsed_s": ("seconds", "{:.0f}"),
+    }
+    lines = [[name, cell(form, "layer_stress", metric)] for metric, (name, form) in names.items()]
+    return table(["two GPUs, planned on the device", ""], lines) + provenance("layer_stress")
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "layer": layer,
+    "forward": forward,
+    "peers": peers,
+    "forward_peers": forward_peers,
+    "forward_routings": routings,
+    "forward_tokens": tokens,
+    "layer_emulated": emulated,
+    "layer_stress": stress,
+}
