@@ -41,7 +41,8 @@ def main() -> None:
     parser.add_argument("--trace", action="store_true", help="record times inside the kernel instead")
     parser.add_argument("--out", type=Path, default=RESULTS / "layer_forward_sweep.json")
     options = parser.parse_args()
-    options.variants, options.peers = ("fixed", "pipelined"), ()
+    options.variants = options.sustained = ("fixed", "pipelined")
+    options.peers = ()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rows = []
