@@ -16,6 +16,7 @@ from megaflux_serve.cli import replay, routepack
 from megaflux_serve.cli.calibrate import calibrate
 from megaflux_serve.cli.doctor import doctor
 from megaflux_serve.cli.plan import plan
+from megaflux_serve.cli.top import top
 from megaflux_serve.errors import MegafluxError
 
 HELP = """Replica-aware mixture-of-experts layers: plan them, check the machine, place and schedule RL training.
@@ -29,6 +30,10 @@ What would replication do for my routing, on 8 ranks with 2 replica slots each?
 Can this machine run it, and if not, what is missing?
 
   [cyan]megaflux doctor[/cyan]
+
+What does replication do now on a running server?
+
+  [cyan]megaflux top 127.0.0.1:8000[/cyan]
 
 Where should experts and trajectories of the next training window go?
 
@@ -72,6 +77,7 @@ def _root(
 app.command()(plan)
 app.command()(doctor)
 app.command()(calibrate)
+app.command()(top)
 app.add_typer(routepack.app)
 app.add_typer(replay.app)
 

@@ -1,0 +1,187 @@
+"""How the figures of ``megaflux top`` look: tables, units, and what is shown in red.
+
+Decides columns and formats. Computes nothing but what it prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from megaflux_serve.cli.top.figures import Balance, Figures, Rank
+
+BAR_CELLS, BAR = 20, " " * 20
+SILENT_S = 30.0
+"""A worker that has been silent for longer is shown as a fault, as in the alert MegafluxWorkerSilent."""
+
+
+def view(url: str, seen: Figures, height: int | None = None) -> RenderableType:
+    """Everything as text.
+
+    Args:
+        url: where it comes from.
+        seen: the figures.
+        height: lines of the terminal; None shows every layer.
+    """
+    parts: list[RenderableType] = [heading(url, seen), summary(seen), rank_table(seen.ranks)]
+    below = [*hottest(seen), *capture_lines(seen), *faults(seen)]
+    room = None if height is None else max(height - 14 - len(seen.ranks) - len(below), 1)
+    return Group(*parts, layer_table(seen.layers, room), *below)
+
+
+def heading(url: str, seen: Figures) -> str:
+    """What runs, and what time the figures are of."""
+    builds = "; ".join(
+        f"{build['model']} on {build['engine']} {build['engine_version']}, megaflux {build['version']}, "
+        f"{build['executor']}, sticky {build['sticky']}, gate {build['gate']}"
+        for build in seen.servers
+    )
+    span = "since the server started" if seen.seconds is None else f"last {seen.seconds:.1f} s"
+    return f"[bold]megaflux top[/bold] {escape(url)}, {span}\n{escape(builds)}\n"
+
+
+def summary(seen: Figures) -> Table:
+    """The figures of all layers together."""
+    total, seconds = seen.total, seen.seconds
+    table = Table(box=None, pad_edge=False, show_header=True, header_style="dim")
+    columns = {
+        "tokens" if seconds is None else "tokens/s": number(total.tokens / (seconds or 1)),
+        "batches" if seconds is None else "batches/s": number(total.batches / (seconds or 1)),
+        "speed-up": factor(total.fixed and total.planned and total.fixed / total.planned),
+        "max/mean fixed": plain(total.fixed),
+        "after": plain(total.planned),
+        "excess removed": percent(total.removed),
+        "replicas a batch": plain(total.replicas, 1),
+        "resident": percent(total.resident),
+        "refused by the gate": percent(total.refused),
+        "copied" if seconds is None else "copied/s": size(total.copied_bytes / (seconds or 1)),
+    }
+    for name in columns:
+        table.add_column(name, justify="right", overflow="fold")
+    table.add_row(*columns.values(), style="bold")
+    return table
+
+
+def rank_table(ranks: Sequence[Rank]) -> Table:
+    """Load and time of every rank; the bar is the load with replicas, full at twice the mean."""
+    table = figure_table(
+        "rank", "load\nfixed", "\nafter", BAR, "layer\nmean", "\np99", "planner's\nshare", "replica\nslots"
+    )
+    for rank in ranks:
+        filled = min(round((rank.planned or 0.0) / 2 * BAR_CELLS), BAR_CELLS)
+        times = (duration(rank.layer_s), duration(rank.layer_p99_s), percent(rank.planner_share))
+        table.add_row(rank.rank, plain(rank.fixed), plain(rank.planned), "━" * filled, *times, size(rank.slot_bytes))
+    return table
+
+
+def layer_table(layers: Sequence[Balance], room: int | None) -> Table:
+    """Balance of the layers, the hottest first."""
+    shown = layers if room is None else layers[:room]
+    names = (
+        "max/mean\nfixed",
+        "\nafter",
+        "excess\nremoved",
+        "replicas\na batch",
+        "resident",
+        "refused",
+        "weights\ncopied",
+    )
+    table = figure_table("layer, hottest first", *names)
+    for layer in shown:
+        table.add_row(
+            escape(layer.name),
+            plain(layer.fixed),
+            plain(layer.planned),
+            percent(layer.removed),
+            plain(layer.replicas, 1),
+            percent(layer.resident),
+            percent(layer.refused),
+            size(layer.copied_bytes),
+        )
+    if len(shown) < len(layers):
+        table.add_row(f"and {len(layers) - len(shown)} more", style="dim")
+    return table
+
+
+def figure_table(first: str, *others: str) -> Table:
+    """An empty table: a name, then figures."""
+    table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column(first, overflow="fold")
+    for name in others:
+        table.add_column(name, justify="left" if name == BAR else "right", no_wrap=True)
+    return table
+
+
+def hottest(seen: Figures) -> list[str]:
+    """The hottest experts, one a line."""
+    lines = [
+        f"  {escape(one.layer)}, expert {one.expert} of rank {one.home_rank}: {percent(one.chosen_by)} of the tokens"
+        for one in seen.experts
+    ]
+    return ["hottest experts", *lines] if lines else []
+
+
+def capture_lines(seen: Figures) -> list[str]:
+    """What was captured since the server started."""
+    found = seen.capture
+    if found is None:
+        return []
+    each = f", {found.num_bytes / found.tokens:.1f} bytes a token" if found.tokens else ""
+    return [f"captured: {number(found.records)} requests, {number(found.tokens)} tokens, {size(found.num_bytes)}{each}"]
+
+
+def faults(seen: Figures) -> list[str]:
+    """What must not be."""
+    lines = [
+        f"rank {rank.rank} has been silent for {rank.silent_s:.0f} s" for rank in seen.ranks if rank.silent_s > SILENT_S
+    ]
+    lines += counted("waits that timed out", seen.timeouts)
+    lines += counted("requests whose routes were lost", seen.capture.dropped if seen.capture else {})
+    return [f"[red]{line}[/red]" for line in lines]
+
+
+def counted(what: str, counts: Mapping[str, float]) -> list[str]:
+    """A line that names each count, if there are any."""
+    return [f"{what}: {', '.join(f'{number(count)} {name}' for name, count in counts.items())}"] if counts else []
+
+
+# ---- formats ---------------------------------------------------------------------------------------------------------
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+
+
+def plain(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def factor(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    scale, unit = next(((s, u) for limit, s, u in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")) if seconds < limit), (1.0, "s"))
+    return f"{seconds * scale:.3g} {unit}"
+
+
+def size(num_bytes: float | None) -> str:
+    if num_bytes is None:
+        return "-"
+    scale, unit = next(
+        ((s, u) for s, u in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if num_bytes >= s), (1, "B")
+    )
+    return f"{num_bytes / scale:.3g} {unit}" if scale > 1 else f"{num_bytes:.0f} B"
+
+
+__all__ = ["view"]
