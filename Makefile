@@ -3,10 +3,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 VLLM ?= 0.32.0
+SGLANG ?= 0.5.17
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install prometheus demo serve test check test-fast test-engine test-vllm bench-cpu clean
+.PHONY: help install prometheus demo serve test check test-fast test-engine test-vllm test-sglang bench-cpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 16
@@ -41,9 +42,14 @@ test-vllm: install  ## The engine tests against another release: make test-vllm 
 	@$(PYTHON) scripts/install_cpu_env.py .venv-vllm-$(VLLM) --vllm $(VLLM)
 	@MEGAFLUX_VLLM_PYTHON=$(CURDIR)/.venv-vllm-$(VLLM)/bin/python $(BIN)/python -m pytest -q -m engine
 
+test-sglang: install  ## The tests against real SGLang servers, in an environment of 9 GB: make test-sglang SGLANG=0.5.17
+	@$(PYTHON) scripts/install_sglang_env.py .venv-sglang-$(SGLANG) --sglang $(SGLANG)
+	@.venv-sglang-$(SGLANG)/bin/python -m pytest -q tests/plugins/test_sglang_adapters.py
+	@MEGAFLUX_SGLANG_PYTHON=$(CURDIR)/.venv-sglang-$(SGLANG)/bin/python $(BIN)/python -m pytest -q -k sglang tests/plugins
+
 bench-cpu: install  ## The benchmarks that need no GPU; results go to benchmarks/results
 	@for name in planner_cpu routepack_placement routepack_schedule routepack_optimum routepack_beyond capture; do \
 	  $(BIN)/python -m benchmarks.bench_$$name || exit 1; done
 
 clean:  ## Remove the environment and everything the commands above wrote
-	@rm -rf $(VENV) .venv-vllm-* out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-vllm-* .venv-sglang-* out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,135 @@
+"""What the options leave open, settled: the executor that ``auto`` means, and the rows of the largest batch.
+
+Decides from the server's flags, the model's configuration and the machine, which are the same for all ranks, so that
+the launcher and every scheduler come to the same answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from typing import Any
+
+from megaflux_serve.config import MegaFluxConfig
+from megaflux_serve.errors import ConfigError, UnsupportedError
+from megaflux_serve.executors.limits import layer_shape
+
+LOGGER = logging.getLogger("sglang.megaflux")
+BLOCK_ROWS = 128
+MAX_RUNNING_REQUESTS = 4096
+"""SGLang's own limit where ``--max-running-requests`` is not given."""
+
+
+def settle(server_args: Any, options: MegaFluxConfig) -> MegaFluxConfig:
+    """The options with ``executor`` and ``max_tokens`` filled in.
+
+    Args:
+        server_args: of a server with this backend.
+        options: as given.
+
+    Raises:
+        ConfigError: a ``max_tokens`` below what SGLang may schedule on a rank; an option or dtype that the megakernel,
+            asked for by name, does not serve.
+        UnsupportedError: a machine or a shape that the megakernel, asked for by name, does not serve.
+    """
+    rows = rows_a_rank(server_args)
+    if options.max_tokens is not None and options.max_tokens < rows:
+        allowed = f"null, or at least {rows}, the rows that SGLang may schedule on a rank"
+        raise ConfigError("max_tokens", options.max_tokens, allowed)
+    options = options.model_copy(update={"max_tokens": options.max_tokens or rows})
+    if options.executor == "megakernel":
+        check_megakernel(server_args, options)
+    elif options.executor == "auto":
+        options = options.model_copy(update={"executor": automatic(server_args, options)})
+    if options.executor != "megakernel" and uses_graphs(server_args):
+        allowed = f"the flag: executor {options.executor!r} reads the routing on the host"
+        raise ConfigError("--disable-cuda-graph", False, allowed)
+    return options
+
+
+def rows_a_rank(server_args: Any) -> int:
+    """Rows of the largest batch that a rank may be given: a chunk of prompts, or one token of every running request."""
+    prompts = server_args.chunked_prefill_size or -1
+    if prompts < 0:
+        prompts = max(server_args.max_prefill_tokens, server_args.get_model_config().context_len)
+    requests = server_args.max_running_requests or MAX_RUNNING_REQUESTS
+    num_attention_groups = server_args.dp_size if server_args.enable_dp_attention else 1
+    return -(-max(prompts, requests) * num_attention_groups // server_args.tp_size)
+
+
+def uses_graphs(server_args: Any) -> bool:
+    """Whether any batch may be the replay of a captured graph."""
+    if server_args.device != "cuda":
+        return False
+    config = getattr(server_args, "cuda_graph_config", None)  # from 0.5.14
+    if config is None:
+        return not server_args.disable_cuda_graph
+    return any(phase.backend.name != "DISABLED" for phase in (config.prefill, config.decode))
+
+
+def automatic(server_args: Any, options: MegaFluxConfig) -> str:
+    """The executor that ``auto`` stands for here, said in the log with the reason."""
+    on_host = "staged" if server_args.tp_size > 1 else "reference"
+    try:
+        check_megakernel(server_args, options)
+        obstacle = machine_obstacle(server_args)
+    except (ConfigError, UnsupportedError) as error:
+        obstacle = str(error)
+    if obstacle is None:
+        LOGGER.info("executor 'auto' is 'megakernel' here")
+        return "megakernel"
+    LOGGER.info("executor 'auto' is %r here, not 'megakernel': %s", on_host, obstacle)
+    return on_host
+
+
+def machine_obstacle(server_args: Any) -> str | None:
+    """Why this machine cannot run the megakernel, None if it can."""
+    import torch
+
+    if server_args.device != "cuda" or not torch.cuda.is_available():
+        return "this machine has no NVIDIA GPU"
+    devices = range(server_args.base_gpu_id, server_args.base_gpu_id + server_args.tp_size)
+    if server_args.nnodes > 1 or devices.stop > torch.cuda.device_count():
+        return f"its {server_args.tp_size} ranks are not on one node"
+    if any(torch.cuda.get_device_capability(device)[0] != 9 for device in devices):
+        return f"{torch.cuda.get_device_name(devices[0])} is not of the Hopper generation"
+    if find_spec("cutlass") is None:
+        return "the kernel language is not installed (extra gpu)"
+    if not all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b):
+        return "the GPUs cannot all read each other's memory"
+    return None
+
+
+def check_megakernel(server_args: Any, options: MegaFluxConfig) -> None:
+    """Refuse what the megakernel cannot serve, whatever the machine.
+
+    Raises:
+        ConfigError: naming the flag or option.
+        UnsupportedError: naming a size of the model.
+    """
+    model, executor, num_ranks = server_args.get_model_config(), "with executor 'megakernel'", server_args.tp_size
+    if str(model.dtype) != "torch.bfloat16":
+        raise ConfigError("--dtype", str(model.dtype).removeprefix("torch."), f"bfloat16 {executor}")
+    if options.block_rows != BLOCK_ROWS:
+        raise ConfigError("block_rows", options.block_rows, f"{BLOCK_ROWS} {executor}")
+    if options.plan_log is not None and uses_graphs(server_args):
+        allowed = "null, or --disable-cuda-graph: a captured graph cannot be logged"
+        raise ConfigError("plan_log", str(options.plan_log), allowed)
+    config = model.hf_text_config
+    layer_shape(
+        num_ranks,
+        num_routed_experts(config),
+        options.replica_slots if num_ranks > 1 else 0,
+        config.hidden_size,
+        config.moe_intermediate_size,
+        config.num_experts_per_tok,
+        options.max_tokens or 1,
+    )
+
+
+def num_routed_experts(config: Any) -> int:
+    """E of a model's configuration, 0 without routed experts; models have two names for it."""
+    return int(getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None) or 0)
+
+
+__all__ = ["automatic", "check_megakernel", "machine_obstacle", "num_routed_experts", "rows_a_rank", "settle"]

@@ -1,0 +1,123 @@
+"""SGLang's fused MoE method, computed by a ReplicatedMoE.
+
+Decides how a layer's parameters and a call's tensors become the core's. Knows nothing of planning or communication.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+import torch
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+from torch import Tensor
+
+from megaflux_serve.errors import ConfigError, UnsupportedError
+from megaflux_serve.executors import DeviceExecutor
+from megaflux_serve.layer import ReplicatedMoE
+from megaflux_serve.routing import RoutingBatch
+from megaflux_serve.workspace import ExpertWeights
+from megaflux_sglang.options import option_error
+from megaflux_sglang.ranks import rank_context
+from megaflux_sglang.versions import server_args
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+
+_served: WeakSet[ReplicatedMoE] = WeakSet()
+
+
+class MegaFluxMoEMethod(UnquantizedFusedMoEMethod):
+    """Computes one layer of routed experts, whose parameters are ``w13_weight`` [E/P, 2I, H] (gate rows, then up) and
+    ``w2_weight`` [E/P, H, I].
+
+    Args:
+        layer: SGLang's layer, its parameters made and not yet loaded.
+
+    Raises:
+        ConfigError, UnsupportedError: options that this layer or machine cannot serve.
+    """
+
+    def __init__(self, layer: FusedMoE) -> None:
+        super().__init__()
+        self.name = layer.layer_name or f"layers.{layer.layer_id}.experts"
+        self.context = rank_context(server_args(), layer.w13_weight.device)
+        options, executor = self.context.options, self.context.executor
+        try:
+            self.layout = options.slot_layout(layer.num_experts, executor.num_ranks)
+        except ConfigError as error:
+            raise option_error(error) from None
+        if isinstance(executor, DeviceExecutor):  # weights load straight into memory that other ranks can read
+            (home,) = executor.home_weights(self.layout, layer.hidden_size, layer.intermediate_size_per_partition)
+            layer.w13_weight.data, layer.w2_weight.data = home.w13, home.w2
+        self.replicated_moe: ReplicatedMoE | None = None
+
+    def process_weights_after_loading(self, layer: FusedMoE) -> None:
+        """Build the layer on its loaded weights; on later calls, forget replicas of the weights before.
+
+        SGLang's updates write into the parameters, so these stay the home slots.
+        """
+        if self.replicated_moe is not None:
+            self.replicated_moe.weights_updated()
+            return
+        self.replicated_moe = ReplicatedMoE(
+            self.name,
+            self.layout,
+            self.context.options,
+            self.context.executor,
+            self.context.workspace,
+            [ExpertWeights(layer.w13_weight.data, layer.w2_weight.data)],
+            self.context.observers,
+        )
+        if self.replicated_moe.on_device is not None:  # before SGLang measures memory and captures graphs
+            self.replicated_moe.on_device.prepare(layer.top_k)
+        _served.add(self.replicated_moe)
+
+    def apply(self, layer: FusedMoE, dispatch_output: StandardDispatchOutput) -> StandardCombineInput:
+        """The routed experts' output [M, H] for this rank's rows; SGLang's models add shared experts themselves.
+
+        Args:
+            layer: the layer, whose parameters are the home weights.
+            dispatch_output: rows [M, H], and ids and weights [M, k] of logical experts; a row of -1 is padding, whose
+                result nobody reads.
+        """
+        moe, topk = self.home_weights_checked(layer), dispatch_output.topk_output
+        ids = route_padding(topk.topk_ids, self.layout.num_experts)
+        batch = RoutingBatch(dispatch_output.hidden_states, ids, topk.topk_weights.float())
+        return StandardCombineInput(hidden_states=moe.forward_rank(batch))
+
+    def home_weights_checked(self, layer: FusedMoE) -> ReplicatedMoE:
+        """The layer, after a look at whether its parameters are still those that it reads.
+
+        Raises:
+            UnsupportedError: parameters were replaced by other tensors.
+        """
+        moe = self.replicated_moe
+        if moe is None or layer.w13_weight.data_ptr() != moe.slots[0].home.w13.data_ptr():
+            raise UnsupportedError(
+                self.name, "its weight tensors were replaced by others", "copy new weights into them"
+            )
+        return moe
+
+
+def weights_updated() -> None:
+    """Home weights of this process changed: before the next batch, every layer of every rank forgets its replicas."""
+    for moe in _served:
+        moe.weights_updated()
+
+
+def route_padding(topk_ids: Tensor, num_experts: int) -> Tensor:
+    """Give rows of padding, which SGLang marks with -1, valid routes that load all experts alike.
+
+    Args:
+        topk_ids: integer [M, k].
+        num_experts: E, at least k.
+    """
+    num_rows, top_k = topk_ids.shape
+    spread = torch.arange(num_rows * top_k, dtype=topk_ids.dtype, device=topk_ids.device) % num_experts
+    return torch.where(topk_ids < 0, spread.view(num_rows, top_k), topk_ids)
+
+
+__all__ = ["MegaFluxMoEMethod", "weights_updated"]

@@ -1,0 +1,77 @@
+"""Where the options of the library come from in SGLang, which has no flag for a plugin's own.
+
+Decides the two places: ``--json-model-override-args '{"megaflux": {...}}'``, or the environment variable
+``MEGAFLUX_OPTIONS`` with the same object alone, for servers that others start. The names are those of
+``megaflux_serve.config.MegaFluxConfig``, as in vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from megaflux_serve.config import MegaFluxConfig
+from megaflux_serve.errors import ConfigError
+
+FLAG, KEY = "--json-model-override-args", "megaflux"
+VARIABLE = "MEGAFLUX_OPTIONS"
+
+
+def is_given(server_args: Any) -> bool:
+    """Whether either place holds options."""
+    return VARIABLE in os.environ or KEY in _overrides(server_args)
+
+
+def given_options(server_args: Any) -> dict[str, Any]:
+    """The options as the user wrote them, not validated.
+
+    Raises:
+        ConfigError: options in both places, or text that is no JSON.
+    """
+    text, overrides = os.environ.get(VARIABLE), _overrides(server_args)
+    if text is None:
+        options: dict[str, Any] = overrides.get(KEY, {})
+        return options
+    if KEY in overrides:
+        raise ConfigError(f"{FLAG} {KEY}", overrides[KEY], f"one place for options, and {VARIABLE} is set as well")
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(VARIABLE, text, f"a JSON object ({error})") from None
+    return options
+
+
+def megaflux_config(server_args: Any) -> MegaFluxConfig:
+    """The validated options of a server; none given is all defaults.
+
+    Raises:
+        ConfigError: naming the option as the user wrote it.
+    """
+    options = given_options(server_args)
+    try:
+        return MegaFluxConfig.parse(options)
+    except ConfigError as error:
+        raise option_error(error) from None
+
+
+def option_error(error: ConfigError) -> ConfigError:
+    """The core's error, with the option's name as it stands where the user wrote it."""
+    if error.field.startswith("--"):
+        return error
+    place = VARIABLE if VARIABLE in os.environ else f"{FLAG} {KEY}"
+    whole = error.field == KEY  # the object itself is at fault
+    separator = " " if place == VARIABLE else "."
+    return ConfigError(place if whole else f"{place}{separator}{error.field}", error.value, error.allowed)
+
+
+def _overrides(server_args: Any) -> dict[str, Any]:
+    """What SGLang merges into the model's configuration; it refuses other text than a JSON object by itself."""
+    try:
+        overrides = json.loads(server_args.json_model_override_args)
+    except json.JSONDecodeError:
+        return {}
+    return overrides if isinstance(overrides, dict) else {}
+
+
+__all__ = ["given_options", "is_given", "megaflux_config", "option_error"]

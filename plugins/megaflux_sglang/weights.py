@@ -1,0 +1,38 @@
+"""When SGLang changes weights: every way of updating them makes replicas stale.
+
+Decides where updates are noticed: around the four ways in which a scheduler changes its model's weights, whatever
+loaders write them. SGLang calls them on every rank, between two batches.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megaflux_sglang import versions
+
+METHODS = tuple(f"update_weights_from_{source}" for source in ("disk", "tensor", "distributed", "ipc"))
+UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
+RUNNER = "sglang.srt.model_executor.model_runner"
+
+
+def forget_replicas(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around an update. Replicas are forgotten when it fails too, since weights may have been written by then."""
+    try:
+        return original(*args, **kwargs)
+    finally:
+        if "megaflux_sglang.method" in sys.modules:  # else no layer is ours
+            from megaflux_sglang.method import weights_updated
+
+            weights_updated()
+
+
+def hooks() -> tuple[versions.Hook, ...]:
+    """The hooks, where this release keeps the methods."""
+    is_apart = versions.release(versions.engine_version()) >= (0, 5, 16)
+    owner = f"{UPDATER}.WeightUpdater" if is_apart else f"{RUNNER}.ModelRunner"
+    return tuple((f"{owner}.{method}", forget_replicas, "around") for method in METHODS)
+
+
+__all__ = ["METHODS", "hooks"]

@@ -1,0 +1,115 @@
+"""SGLang on any CPU: plain PyTorch, gloo between ranks. For tests and demonstrations, on SGLang 0.5.17.
+
+SGLang's own CPU backend needs AMX and kernels that its package for GPUs does not bring. ``SGLANG_PLATFORM=plain_cpu``
+chooses this one instead; without the variable, nothing here does anything. Knows nothing of MegaFlux: stock servers and
+those with a backend of ours run on it alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+NAME = "plain_cpu"
+
+
+def activate() -> str | None:
+    """The platform's class, if it was asked for."""
+    return f"{__name__}.PlainCpuPlatform" if os.environ.get("SGLANG_PLATFORM") == NAME else None
+
+
+def register() -> None:
+    """Mend what in SGLang cannot run on a CPU without CUDA."""
+    if activate() is None:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    without_pinned_memory()
+    HookRegistry.register(
+        "sglang.srt.distributed.parallel_state.init_model_parallel_group", without_nccl, HookType.BEFORE
+    )
+    HookRegistry.register(
+        "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value",
+        lambda self: 1,
+        HookType.REPLACE,
+    )
+    HookRegistry.register("sglang.srt.layers.moe.topk.TopK.forward_native", with_padding, HookType.AROUND)
+
+
+def without_pinned_memory() -> None:
+    """Let tensors be made where memory cannot be pinned."""
+    import torch
+
+    def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def wrapper(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+            return make(*args, **kwargs)
+
+        return wrapper
+
+    for name in ("tensor", "zeros", "empty", "ones", "full", "arange", "empty_like", "zeros_like"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+
+
+def without_nccl(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before groups are made: gloo alone carries them."""
+    return args, kwargs | {"use_pynccl": False, "use_custom_allreduce": False}
+
+
+def with_padding(original: Callable[..., Any], self: Any, *args: Any, num_token_non_padded: Any = None, **kwargs: Any):
+    """Around the router in PyTorch, which cannot mark rows of padding: mark them as the router on GPUs does."""
+    import torch
+
+    routed = original(self, *args, **kwargs)
+    if num_token_non_padded is not None:
+        rows = torch.arange(routed.topk_ids.shape[0])
+        routed.topk_ids[rows >= num_token_non_padded] = -1
+    return routed
+
+
+def __getattr__(name: str) -> Any:
+    """The class itself, made when SGLang asks for it: its bases import the engine."""
+    if name != "PlainCpuPlatform":
+        raise AttributeError(name)
+    from sglang.srt.platforms.cpu import CpuDeviceMixin
+    from sglang.srt.platforms.device_mixin import PlatformEnum
+    from sglang.srt.platforms.interface import SRTPlatform
+
+    class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
+        """What SGLang asks of a platform."""
+
+        _enum = PlatformEnum.OOT
+        device_name = device_type = "cpu"
+
+        def get_default_attention_backend(self) -> str:
+            return "torch_native"
+
+        def get_mha_kv_pool_cls(self) -> type:
+            from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+            return MHATokenToKVPool
+
+        def get_paged_allocator_cls(self) -> type:
+            from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+
+            class Allocator(TokenToKVPoolAllocator):
+                def __init__(
+                    self, size: int, page_size: int, dtype: Any, device: str, kvcache: Any, need_sort: bool
+                ) -> None:
+                    super().__init__(size, dtype, device, kvcache, need_sort)
+
+            return Allocator
+
+        def get_dispatch_key_name(self) -> str:
+            return "native"
+
+        def get_compile_backend(self, mode: str | None = None) -> str:
+            return "inductor"
+
+        def get_torch_distributed_backend_str(self) -> str:
+            return "gloo"
+
+    return PlainCpuPlatform

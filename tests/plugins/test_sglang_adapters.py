@@ -1,0 +1,458 @@
+"""The adapters of the SGLang plugin: what each translates, what is refused, and that the hooks took.
+
+Without SGLang they run on a stand-in; ``make test-sglang`` runs this file where SGLang is installed: then its names,
+flags and hooks are the real ones, and the stand-in's contract is held against them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import pkgutil
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import megaflux_sglang
+import numpy as np
+import pytest
+import torch
+from megaflux_sglang import backend, checks, choice, failures, options, versions, weights
+
+from megaflux_serve.config import MegaFluxConfig
+from megaflux_serve.errors import ConfigError, MegafluxError, UnsupportedError
+from megaflux_serve.executors import DeviceExecutor, DeviceLayer
+from megaflux_serve.slots import SlotLayout
+from megaflux_serve.workspace import ExpertSlots, ExpertWeights
+from tests.oracles.moe_float64 import moe_float64
+from tests.plugins import sglang_stand_in as stand_in
+
+REAL = find_spec("sglang") is not None
+on_stand_in = pytest.mark.skipif(REAL, reason="SGLang is installed; its own layers are tested with servers")
+on_sglang = pytest.mark.skipif(not REAL, reason="SGLang is not installed")
+TINY_MOE = Path(__file__).resolve().parents[2] / "models" / "tiny-moe"
+
+running = SimpleNamespace(backend=None, server_args=None, group=stand_in.Group())
+"""What the stand-in's server runs with."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> Iterator[None]:
+    """The plugin, loaded as SGLang loads it."""
+    if REAL:
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        fakes = stand_in.modules(lambda: running.backend, lambda: running.server_args, lambda: running.group)
+        for name, module in fakes.items():
+            patch.setitem(sys.modules, name, module)
+        patch.setattr(versions, "engine_version", lambda: "0.5.17")
+        patch.setattr(versions, "_hooked", [])
+        megaflux_sglang.register()
+        stand_in.HookRegistry.apply_hooks()
+        yield
+    for name in ("method", "ranks"):
+        sys.modules.pop(f"megaflux_sglang.{name}", None)  # they hold on to the stand-in
+
+
+# ---- the backend's name ----------------------------------------------------------------------------------------------
+
+
+def test_both_names_are_accepted_and_every_hook_is_in_place() -> None:
+    assert backend.is_accepted()
+    assert versions.missing_hooks() == []
+    versions.check_hooks_took()
+
+
+def test_registering_again_changes_nothing() -> None:
+    from sglang.srt.layers.moe.utils import MoeA2ABackend
+
+    before = list(MoeA2ABackend), list(backend.a2a_choices()), list(versions._hooked)
+    megaflux_sglang.register()
+    assert (list(MoeA2ABackend), list(backend.a2a_choices()), list(versions._hooked)) == before
+
+
+def test_sglang_takes_the_backend_for_one_of_deepeps_kind_and_still_refuses_other_names() -> None:
+    from sglang.srt.layers.moe.utils import MoeA2ABackend
+
+    ours = MoeA2ABackend("megaflux")
+    assert ours.is_deepep()
+    assert ours != MoeA2ABackend("deepep")
+    assert not MoeA2ABackend("none").is_deepep()
+    with pytest.raises(ValueError, match="nonsense"):
+        MoeA2ABackend("nonsense")
+
+
+def test_a_hook_that_another_plugin_replaced_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = versions._hooked[0]
+    place, _, name = target.rpartition(".")
+    monkeypatch.setattr(pkgutil.resolve_name(place), name, lambda *args: None)
+    with pytest.raises(UnsupportedError, match=r"these hooks did not take: sglang\.srt"):
+        versions.check_hooks_took()
+
+
+def test_a_hook_that_another_plugin_wrapped_is_still_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = versions._hooked[0]
+    place, _, name = target.rpartition(".")
+    owner = pkgutil.resolve_name(place)
+    outer = stand_in.wrapped(getattr(owner, name), lambda original, *args: original(*args), stand_in.HookType.AROUND)
+    monkeypatch.setattr(owner, name, outer)
+    versions.check_hooks_took()
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [("0.5.10.post1", False), ("0.5.11", True), ("0.5.15.post1", True), ("0.5.19", True), ("0.5.20", False)],
+)
+def test_releases_outside_the_tested_range_do_not_get_the_backend(version: str, supported: bool) -> None:
+    assert versions.is_supported(version) is supported
+    assert "use a release from 0.5.11 to 0.5.19" in str(versions.refusal(version))
+
+
+def test_a_release_that_is_not_supported_is_left_alone_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(versions, "engine_version", lambda: "0.6.0")
+    monkeypatch.setattr(backend, "accept", lambda: pytest.fail("hooked an unknown release"))
+    monkeypatch.setattr(logging.getLogger("sglang"), "propagate", True)
+    megaflux_sglang.register()
+    assert "the megaflux backend on SGLang 0.6.0: its layer interface has not been tested" in caplog.text
+
+
+@on_sglang
+@pytest.mark.parametrize(("path", "parameters"), stand_in.CONTRACT.items())
+def test_the_stand_in_takes_what_sglang_takes(path: str, parameters: tuple[str, ...]) -> None:
+    if versions.release(versions.engine_version()) != (0, 5, 17):
+        pytest.skip("the stand-in stands for 0.5.17")
+    real = list(inspect.signature(inspect.unwrap(pkgutil.resolve_name(path))).parameters)
+    assert set(parameters) <= set(real), real
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+def given(overrides: str = "{}") -> Any:
+    """Server arguments with this ``--json-model-override-args``."""
+    return SimpleNamespace(json_model_override_args=overrides)
+
+
+def test_options_come_from_the_flag_or_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert options.megaflux_config(given()) == MegaFluxConfig()
+    assert not options.is_given(given())
+    flag = given('{"rope_theta": 1, "megaflux": {"replica_slots": 3}}')
+    assert options.megaflux_config(flag).replica_slots == 3
+    monkeypatch.setenv("MEGAFLUX_OPTIONS", '{"block_rows": 4}')
+    assert options.is_given(given())
+    assert options.megaflux_config(given()).block_rows == 4
+    with pytest.raises(ConfigError, match="one place for options"):
+        options.megaflux_config(flag)
+
+
+def test_a_wrong_option_is_named_as_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"--json-model-override-args megaflux\.replica_slots = -1"):
+        options.megaflux_config(given('{"megaflux": {"replica_slots": -1}}'))
+    with pytest.raises(ConfigError, match="--json-model-override-args megaflux = 5"):
+        options.megaflux_config(given('{"megaflux": 5}'))
+    monkeypatch.setenv("MEGAFLUX_OPTIONS", '{"slots": 2}')
+    with pytest.raises(ConfigError, match="MEGAFLUX_OPTIONS slots = 2"):
+        options.megaflux_config(given())
+    monkeypatch.setenv("MEGAFLUX_OPTIONS", "{")
+    with pytest.raises(ConfigError, match="a JSON object"):
+        options.megaflux_config(given())
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def model(**changes: Any) -> Any:
+    """SGLang's configuration of a model that is served."""
+    text = {"num_experts": 16, "hidden_size": 128, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
+    architecture = changes.pop("architecture", "Qwen3MoeForCausalLM")
+    config = {"quantization": None, "dtype": torch.float32, "context_len": 1024}
+    return SimpleNamespace(
+        hf_config=SimpleNamespace(architectures=[architecture]),
+        hf_text_config=SimpleNamespace(**(text | {name: changes.pop(name) for name in text if name in changes})),
+        **(config | changes),
+    )
+
+
+def server_args(served: Any = None, **changes: Any) -> Any:
+    """Arguments of a server that is not refused, with changes."""
+    values = {
+        "moe_a2a_backend": "megaflux",
+        "moe_runner_backend": "megaflux",
+        "json_model_override_args": "{}",
+        "tp_size": 2,
+        "ep_size": 2,
+        "dp_size": 1,
+        "enable_dp_attention": False,
+        "device": "cpu",
+        "chunked_prefill_size": 2048,
+        "max_prefill_tokens": 16384,
+        "max_running_requests": None,
+        "nnodes": 1,
+        "base_gpu_id": 0,
+        "get_model_config": lambda: served or model(),
+    }
+    return SimpleNamespace(**(values | changes))
+
+
+def test_a_server_with_both_flags_and_a_known_model_is_served() -> None:
+    checks.check_server_args(None, server_args())
+    checks.check_server_args(None, server_args(moe_a2a_backend="none", moe_runner_backend="auto", ep_size=1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"moe_runner_backend": "auto"}, "--moe-runner-backend = 'auto' is not allowed; allowed: megaflux"),
+        ({"moe_a2a_backend": "none"}, "--moe-a2a-backend = 'none'"),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap: with"),
+        ({"enable_single_batch_overlap": True}, "--enable-single-batch-overlap: with"),
+        ({"enable_eplb": True}, "--enable-eplb: with .* SGLang would move experts"),
+        ({"ep_num_redundant_experts": 2}, "--ep-num-redundant-experts 2: with .* use the option replica_slots"),
+        ({"init_expert_location": "map.json"}, "--init-expert-location map.json"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm EAGLE"),
+        ({"pp_size": 2}, "--pp-size 2"),
+        ({"quantization": "fp8"}, "--quantization fp8"),
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"enable_memory_saver": True}, "--enable-memory-saver"),
+        ({"ep_size": 1}, "--ep-size = 1 is not allowed; allowed: 2, as --tp-size"),
+        ({"json_model_override_args": '{"megaflux": {"replica_slots": 9}}'}, r"megaflux\.replica_slots = 9"),
+        ({"json_model_override_args": '{"megaflux": {"max_tokens": 100}}'}, "at least 2048"),
+        ({"json_model_override_args": '{"megaflux": {"executor": "megakernel"}}'}, "--dtype = 'float32'"),
+    ],
+)
+def test_flags_are_refused_by_name_before_a_scheduler_starts(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(MegafluxError, match=message):
+        checks.check_server_args(None, server_args(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architecture": "MixtralForCausalLM"}, "model class MixtralForCausalLM: it is not known to leave"),
+        ({"num_experts": None}, "model class Qwen3MoeForCausalLM"),
+        ({"quantization": "fp8"}, "quantization fp8"),
+        ({"dtype": torch.float16}, "--dtype = 'float16'"),
+        ({"num_experts": 15}, "--tp-size = 2 is not allowed; allowed: a divisor of the model's 15 experts"),
+    ],
+)
+def test_models_are_refused_by_what_is_not_served(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(MegafluxError, match=message):
+        checks.check_server_args(None, server_args(model(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({}, 2048),  # one token of each of up to 4096 requests, over two ranks
+        ({"chunked_prefill_size": 16384}, 8192),
+        ({"chunked_prefill_size": 8192, "dp_size": 2, "enable_dp_attention": True}, 8192),
+        ({"chunked_prefill_size": -1}, 8192),
+        ({"max_running_requests": 16, "chunked_prefill_size": 63}, 32),
+    ],
+)
+def test_the_largest_batch_of_a_rank_is_what_the_scheduler_may_give_it(changes: dict[str, Any], rows: int) -> None:
+    assert choice.rows_a_rank(server_args(**changes)) == rows
+    assert choice.settle(server_args(**changes), MegaFluxConfig()).max_tokens == rows
+
+
+def test_auto_is_the_megakernel_only_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = model(dtype=torch.bfloat16, hidden_size=2048, moe_intermediate_size=768, num_experts=128)
+    args = server_args(large)
+    assert choice.settle(args, MegaFluxConfig()).executor == "staged"
+    assert choice.settle(server_args(large, tp_size=1, ep_size=1), MegaFluxConfig()).executor == "reference"
+    monkeypatch.setattr(choice, "machine_obstacle", lambda server_args: None)
+    assert choice.settle(args, MegaFluxConfig()).executor == "megakernel"
+    assert choice.settle(args, MegaFluxConfig(block_rows=64)).executor == "staged"
+    with pytest.raises(ConfigError, match="block_rows"):
+        choice.settle(args, MegaFluxConfig(executor="megakernel", block_rows=64))
+    with pytest.raises(ConfigError, match="--disable-cuda-graph"):
+        choice.settle(server_args(large, device="cuda", disable_cuda_graph=False), MegaFluxConfig(executor="staged"))
+
+
+@on_sglang
+def test_sglang_itself_refuses_through_the_hook() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    common: dict[str, Any] = {"model_path": str(TINY_MOE), "device": "cpu", "dtype": "float32"}
+    ours: dict[str, Any] = {"moe_a2a_backend": "megaflux", "moe_runner_backend": "megaflux", "tp_size": 2, "ep_size": 2}
+    common |= {"attention_backend": "torch_native", "disable_cuda_graph": True}
+    ServerArgs(**common, **ours)
+    with pytest.raises(UnsupportedError, match="--enable-two-batch-overlap"):
+        ServerArgs(**common, **ours, enable_two_batch_overlap=True)
+    with pytest.raises(ConfigError, match="--ep-size = 1"):
+        ServerArgs(**common, **(ours | {"ep_size": 1}))
+    with pytest.raises(ConfigError, match="replica_slots = 99"):
+        ServerArgs(**common, **ours, json_model_override_args=json.dumps({"megaflux": {"replica_slots": 99}}))
+
+
+# ---- the layer, on the stand-in --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def layer(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
+    """A layer of 8 experts on one rank, built as a model builds it, its weights loaded."""
+    return loaded_layer(monkeypatch)
+
+
+def loaded_layer(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> torch.nn.Module:
+    from sglang.srt.layers.moe.ep_moe.layer import get_moe_impl_class
+    from sglang.srt.layers.moe.utils import MoeA2ABackend
+
+    args = server_args(tp_size=1, ep_size=1, json_model_override_args='{"megaflux": {"block_rows": 4}}')
+    monkeypatch.setattr(running, "backend", MoeA2ABackend("megaflux"))
+    monkeypatch.setattr(running, "server_args", args)
+    monkeypatch.setattr(running, "group", stand_in.Group())
+    shape: dict[str, Any] = {"num_experts": 8, "hidden_size": 32, "intermediate_size": 16, "layer_id": 0, "top_k": 2}
+    made: torch.nn.Module = get_moe_impl_class(None)(**(shape | changes))
+    generator = torch.Generator().manual_seed(0)
+    for weight in made.parameters():
+        weight.data.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
+    made.quant_method.process_weights_after_loading(made)
+    return made
+
+
+def routed(num_rows: int, padding: int = 0) -> tuple[torch.Tensor, Any]:
+    """Rows and their routes as SGLang's router gives them; the last ``padding`` rows are marked."""
+    generator = torch.Generator().manual_seed(1)
+    x, logits = torch.randn(num_rows, 32, generator=generator), torch.randn(num_rows, 8, generator=generator)
+    top = logits.softmax(-1).topk(2)
+    ids = top.indices.to(torch.int32)
+    ids[num_rows - padding :] = -1
+    return x, SimpleNamespace(topk_weights=top.values, topk_ids=ids)
+
+
+@on_stand_in
+def test_a_model_without_the_backend_gets_sglangs_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.layers.moe.ep_moe.layer import get_moe_impl_class
+    from sglang.srt.layers.moe.utils import MoeA2ABackend
+
+    monkeypatch.setattr(running, "backend", MoeA2ABackend("none"))
+    assert get_moe_impl_class(None) is stand_in.FusedMoE
+
+
+@on_stand_in
+@pytest.mark.parametrize(("num_rows", "padding"), [(7, 0), (7, 2), (3, 3), (0, 0)])
+def test_the_layer_computes_its_rows_and_ignores_padding(layer: torch.nn.Module, num_rows: int, padding: int) -> None:
+    x, topk = routed(num_rows, padding)
+    output = layer(x, topk)
+    assert output.shape == x.shape
+    real = num_rows - padding
+    arguments = (x[:real], topk.topk_ids[:real].long(), topk.topk_weights[:real])
+    exact = moe_float64(*arguments, layer.w13_weight.data, layer.w2_weight.data)
+    np.testing.assert_allclose(output[:real].numpy(), exact, rtol=1e-4, atol=1e-5)
+
+
+@on_stand_in
+def test_a_model_that_builds_its_experts_otherwise_is_refused(layer: torch.nn.Module) -> None:
+    with pytest.raises(UnsupportedError, match="builds its experts as FusedMoE"):
+        stand_in.FusedMoE(8, 32, 16, layer_id=1)
+
+
+@on_stand_in
+def test_a_layer_is_refused_by_what_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedError, match="layer 0: activation gelu is not served"):
+        loaded_layer(monkeypatch, activation="gelu")
+    with pytest.raises(UnsupportedError, match=r"dtype torch\.float16 is not served"):
+        loaded_layer(monkeypatch, params_dtype=torch.float16)
+
+
+@on_stand_in
+def test_every_way_of_updating_weights_drops_replicas_even_if_it_fails(layer: torch.nn.Module) -> None:
+    moe, updater = layer.quant_method.replicated_moe, stand_in.WeightUpdater()
+    calls = {"disk": ("model", "auto"), "tensor": ([],), "distributed": ([], [], [], "group"), "ipc": (None,)}
+    assert tuple(f"update_weights_from_{way}" for way in calls) == weights.METHODS
+    for way, arguments in calls.items():
+        moe.is_stale = False
+        if way == "tensor":
+            with pytest.raises(ValueError, match="a loader failed"):
+                updater.update_weights_from_tensor(*arguments)
+        else:
+            assert getattr(updater, f"update_weights_from_{way}")(*arguments)[0]
+        assert moe.is_stale, way
+
+    moe.is_stale = False
+    layer.quant_method.process_weights_after_loading(layer)
+    assert moe.is_stale
+
+
+@on_stand_in
+def test_parameters_that_were_replaced_are_an_error(layer: torch.nn.Module) -> None:
+    layer.w13_weight = torch.nn.Parameter(layer.w13_weight.clone(), requires_grad=False)
+    with pytest.raises(UnsupportedError, match="its weight tensors were replaced"):
+        layer(*routed(2))
+
+
+class OwnMemory(DeviceExecutor, DeviceLayer):
+    """A device executor, as far as where weights live and when it is asked for failures."""
+
+    num_ranks, local_ranks = 1, range(1)
+    prepared = 0
+    failure: Exception | None = None
+
+    def home_weights(self, layout: SlotLayout, hidden: int, intermediate: int) -> list[ExpertWeights]:
+        own = layout.experts_per_rank
+        self.home = ExpertWeights(torch.zeros(own, 2 * intermediate, hidden), torch.zeros(own, hidden, intermediate))
+        return [self.home]
+
+    def layer(self, layout: SlotLayout, config: MegaFluxConfig, home: Sequence[ExpertWeights]) -> DeviceLayer:
+        self.slots = [ExpertSlots(weights, weights.empty_like(0)) for weights in home]
+        return self
+
+    def prepare(self, top_k: int) -> None:
+        self.prepared = top_k
+
+    def raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+
+OwnMemory.__abstractmethods__ = frozenset()  # what the plugin does not call is left out
+
+
+@on_stand_in
+def test_weights_load_into_the_memory_that_the_device_executor_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megaflux_sglang import ranks
+
+    executor = OwnMemory()
+    monkeypatch.setattr(ranks, "select_executor", lambda *args: executor)
+    made = loaded_layer(monkeypatch)
+    assert made.w13_weight.data_ptr() == executor.home.w13.data_ptr()
+    assert torch.equal(made.w2_weight, executor.home.w2)
+    assert executor.home.w2.any()
+    assert executor.prepared == 2
+
+    waits: list[object] = []
+    monkeypatch.setattr(failures, "wait_for_batch", waits.append)
+    assert stand_in.Scheduler().process_batch_result("batch", "result") == "result"
+    executor.failure = RuntimeError("rank 1 did not answer")
+    with pytest.raises(RuntimeError, match="rank 1 did not answer"):
+        stand_in.Scheduler().process_batch_result("batch", "late result")
+    assert waits == ["result", "late result"]
+
+
+@on_stand_in
+def test_layers_of_a_process_share_their_context_and_rank_0_logs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from megaflux_sglang import ranks
+
+    text = json.dumps({"megaflux": {"plan_log": str(tmp_path)}})
+    args = server_args(tp_size=1, ep_size=1, json_model_override_args=text)
+    first, second = stand_in.Group(), stand_in.Group()
+    second.rank_in_group = 1
+    monkeypatch.setattr(running, "group", first)
+    context = ranks.rank_context(args, torch.device("cpu"))
+    assert ranks.rank_context(args, torch.device("cpu")) is context
+    assert len(context.observers) == 1
+    monkeypatch.setattr(running, "group", second)
+    assert ranks.rank_context(args, torch.device("cpu")).observers == []
