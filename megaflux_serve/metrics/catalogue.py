@@ -47,7 +47,7 @@ SERVER_LABELS = ("engine", "model")
 """First labels of every metric but those of WINDOW: ``vllm`` or ``sglang``, and the name the model is served as."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Metric:
     """One metric.
 

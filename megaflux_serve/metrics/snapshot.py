@@ -1,0 +1,150 @@
+"""Snapshot: what one worker process has added up so far, as it passes from the worker to whoever answers ``/metrics``.
+
+Decides the bytes: one line of JSON, then the totals of every layer as little-endian int64. Workers write snapshots into
+one folder, a file a rank that is replaced as a whole; readers need nothing else, so that an engine's own metrics keep
+the mode they are in. Knows neither engines nor names of metrics.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflux_serve.durable import write_atomically
+from megaflux_serve.errors import InputError
+from megaflux_serve.planning.totals import totals_map
+
+FOLDER_VARIABLE = "MEGAFLUX_METRICS_DIR"
+"""Environment variable that names the folder; the engine's front end sets it for its workers."""
+SUFFIX = ".snapshot"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Who reports.
+
+    Attributes:
+        engine: ``vllm`` or ``sglang``.
+        engine_version: its release.
+        model: the name that the model is served as.
+        rank: expert-parallel rank; the first one where a process holds several.
+        num_ranks: P.
+        executor: ``reference``, ``staged`` or ``megakernel``.
+        sticky, gate: whether replicas stay from batch to batch, whether a gate is set.
+    """
+
+    engine: str
+    engine_version: str
+    model: str
+    rank: int
+    num_ranks: int
+    executor: str
+    sticky: bool
+    gate: bool
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """What a layer's totals are totals of.
+
+    Attributes:
+        name: in the model.
+        home_rank: the rank that owns each expert, [E].
+        num_replica_slots: s.
+        top_k: k.
+        expert_bytes: weights of one expert.
+    """
+
+    name: str
+    home_rank: tuple[int, ...]
+    num_replica_slots: int
+    top_k: int
+    expert_bytes: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One worker at one moment.
+
+    Attributes:
+        worker: who reports.
+        layers: its layers, in the model's order.
+        totals: int64 [``totals_map(P, E).num_words``] a layer.
+        memory: bytes by use, see ``catalogue.MEMORY_USES``.
+        timeouts: what was waited for when a wait for another rank failed.
+        time: Unix time, seconds.
+    """
+
+    worker: Worker
+    layers: Sequence[LayerInfo]
+    totals: Sequence[NDArray[np.int64]]
+    memory: dict[str, int]
+    timeouts: Sequence[str]
+    time: float
+
+    def encode(self) -> bytes:
+        """The snapshot as bytes."""
+        head = {
+            "version": VERSION,
+            "worker": asdict(self.worker),
+            "layers": [asdict(layer) for layer in self.layers],
+            "memory": self.memory,
+            "timeouts": list(self.timeouts),
+            "time": self.time,
+        }
+        words = [totals.astype("<i8", copy=False).tobytes() for totals in self.totals]
+        return b"".join([json.dumps(head).encode(), b"\n", *words])
+
+    @classmethod
+    def decode(cls, data: bytes, source: str) -> Snapshot:
+        """What ``encode`` wrote.
+
+        Args:
+            data: the bytes.
+            source: where they come from, for the message.
+
+        Raises:
+            InputError: they are of another version, or no snapshot.
+        """
+        line, _, words = data.partition(b"\n")
+        try:
+            head: dict[str, Any] = json.loads(line)
+            if head["version"] != VERSION:
+                raise InputError(source, f"has version {head['version']}", f"version {VERSION}")
+            worker = Worker(**head["worker"])
+            layers = [LayerInfo(**layer | {"home_rank": tuple(layer["home_rank"])}) for layer in head["layers"]]
+            sizes = [totals_map(worker.num_ranks, len(layer.home_rank)).num_words for layer in layers]
+            totals = np.frombuffer(words, dtype="<i8")
+            if totals.size != sum(sizes):
+                raise InputError(source, f"holds {totals.size} words", f"{sum(sizes)}")
+            parts = np.split(totals, np.cumsum(sizes)[:-1])
+            return cls(worker, layers, parts, head["memory"], head["timeouts"], head["time"])
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(source, f"is no snapshot ({error})", "what a worker wrote") from error
+
+    def write(self, folder: Path) -> None:
+        """Replace this rank's file in the folder."""
+        write_atomically(folder / f"rank-{self.worker.rank}{SUFFIX}", self.encode())
+
+
+def read_snapshots(folder: Path) -> list[Snapshot]:
+    """The snapshots in a folder, by rank.
+
+    Raises:
+        InputError: naming a file that is no snapshot.
+    """
+    paths = sorted(folder.glob(f"*{SUFFIX}"))
+    found = [Snapshot.decode(path.read_bytes(), str(path)) for path in paths if not path.name.startswith(".")]
+    return sorted(found, key=lambda snapshot: snapshot.worker.rank)
+
+
+__all__ = ["FOLDER_VARIABLE", "LayerInfo", "Snapshot", "Worker", "read_snapshots"]

@@ -1,0 +1,251 @@
+"""From layers to series: catalogue, meter, snapshots and collector, on layers that run in this process."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from megaflux_serve.config import MegaFluxConfig
+from megaflux_serve.errors import InputError
+from megaflux_serve.metrics import catalogue
+from megaflux_serve.metrics.catalogue import BY_NAME, CATALOGUE, SERVER_LABELS, Kind, Metric, Source
+from megaflux_serve.metrics.events import CaptureEvents, window_planned, window_sealed
+from megaflux_serve.metrics.exporter import LATELY_S, LayerCollector, RecentRows, layer_labels
+from megaflux_serve.metrics.meter import Meter
+from megaflux_serve.metrics.snapshot import Snapshot, Worker, read_snapshots
+from megaflux_serve.planning.gate import GateCosts
+from megaflux_serve.routepack import PlanOptions, SearchOptions, Topology, plan_window
+from tests.core.moe_cases import make_case
+from tests.core.routepack_cases import COST, window
+
+WORKER = Worker("vllm", "0.27.1", "tiny", 0, 2, "reference", True, False)
+CONFIG = MegaFluxConfig(block_rows=4)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def served(config: MegaFluxConfig = CONFIG, batches: int = 3) -> tuple[Meter, list[Any]]:
+    """A meter that watched two layers serve some batches, and the reports of the first."""
+    case, reports = make_case([60, 20]), []
+    if config.replica_slots == 0:
+        case = case.without_replicas()
+    layers = [case.reference_layer(config) for _ in range(2)]
+    meter = Meter(WORKER, layers[0].executor)
+    for index, layer in enumerate(layers):
+        layer.name = f"model.layers.{index + 3}.mlp.experts"
+        meter.watch(layer, top_k=2)
+    layers[0].observers.append(reports.append)
+    for _ in range(batches):
+        for layer in layers:
+            layer.forward(case.batches)
+    return meter, reports
+
+
+def scrape(folder: Path) -> dict[tuple[str, ...], float]:
+    """What Prometheus would read: (series name, label values after engine and model) -> value."""
+    found = {}
+    for metric, family in families(folder):
+        for sample in family.samples:
+            engine, model, *labels = (
+                sample.labels[label] for label in (*metric.labels, "le") if label in sample.labels
+            )
+            assert (engine, model) == ("vllm", "tiny")
+            found[(sample.name, *labels)] = sample.value
+    return found
+
+
+def families(folder: Path) -> Iterator[tuple[Metric, Any]]:
+    """Each metric that a scrape shows, with its family."""
+    registry = CollectorRegistry()
+    registry.register(LayerCollector(folder))
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        yield BY_NAME[family.name if family.name in BY_NAME else f"{family.name}_total"], family
+
+
+def test_series_are_those_of_the_reports(tmp_path: Path) -> None:
+    meter, reports = served()
+    meter.snapshot().write(tmp_path)
+    series, plans = scrape(tmp_path), [report.plan for report in reports]
+    assert series["megaflux_batches_total", "3"] == series["megaflux_batches_total", "4"] == 3
+    assert series["megaflux_tokens_total", "3"] == sum(report.tokens for report in reports) == 240
+    assert series["megaflux_blocks_total", "3"] == sum(plan.loads.sum() for plan in plans)
+    assert series["megaflux_busiest_rank_blocks_total", "3", "planned"] == sum(plan.max_load for plan in plans)
+    assert series["megaflux_busiest_rank_blocks_total", "3", "fixed"] == sum(max(p.fixed_loads) for p in plans)
+    assert series["megaflux_mean_rank_blocks_total", "3"] == sum(plan.loads.mean() for plan in plans)
+    assert series["megaflux_rank_blocks_total", "3", "1", "planned"] == sum(plan.loads[1] for plan in plans)
+    copied = sum(len(plan.transfers) for plan in plans)
+    assert series["megaflux_replicas_total", "3", "copied"] == copied > 0
+    assert series["megaflux_replicas_total", "3", "resident"] == sum(p.num_replicas for p in plans) - copied > 0
+    assert series["megaflux_replica_bytes_total", "3"] == copied * 4 * 3 * 24 * 16
+    assert series["megaflux_plan_decisions_total", "3", "replicated"] == 3
+    assert series["megaflux_load_imbalance_ratio_count", "fixed"] == 6  # both layers
+    assert series["megaflux_load_imbalance_ratio_bucket", "fixed", "1.1"] == 0
+    assert series["megaflux_load_imbalance_ratio_bucket", "planned", "1.1"] == 6
+    assert series[("megaflux_routing_kappa_ratio_sum",)] > 6 * 1.2
+    assert series["megaflux_planner_seconds_count", "0"] == series["megaflux_layer_seconds_count", "0"] == 6
+    assert 0 < series["megaflux_planner_seconds_sum", "0"] < series["megaflux_layer_seconds_sum", "0"]
+    assert series["megaflux_memory_bytes", "0", "home_slots"] == 2 * 8 * 4 * 3 * 24 * 16
+    assert series["megaflux_memory_bytes", "0", "replica_slots"] == 2 * 2 * 2 * 4 * 3 * 24 * 16
+    assert series["megaflux_layers", "0"] == series["megaflux_ranks", "0"] == 2
+    rows = {labels[2]: value for labels, value in series.items() if labels[:2] == ("megaflux_expert_rows_total", "3")}
+    assert rows == {str(e): n for e, n in enumerate(sum(plan.counts.sum(axis=0) for plan in plans)) if n}
+
+
+def test_every_series_is_in_the_catalogue_with_its_labels_and_values(tmp_path: Path) -> None:
+    served()[0].snapshot().write(tmp_path)
+    shown = set()
+    for metric, family in families(tmp_path):
+        shown.add(metric.name)
+        assert family.type == metric.kind.value
+        assert family.documentation == metric.help
+        for sample in family.samples:
+            assert sample.name in metric.series
+            assert {*sample.labels} - {"le"} == {*metric.labels}
+            for label, value in sample.labels.items():
+                assert value in (metric.labels.get(label) or (value,))
+    assert shown == {metric.name for metric in CATALOGUE if metric.source in (Source.LAYERS, Source.WORKER)}
+
+
+@pytest.mark.parametrize(
+    ("config", "decision"),
+    [
+        (MegaFluxConfig(block_rows=4, replica_slots=0), "no_slots"),
+        (MegaFluxConfig(block_rows=4, gate=GateCosts(1, 10**9, 0, 0)), "refused"),
+        (MegaFluxConfig(block_rows=4, transfer_cost_blocks=1000), "not_needed"),
+    ],
+)
+def test_decisions_say_why_nothing_was_replicated(tmp_path: Path, config: MegaFluxConfig, decision: str) -> None:
+    served(config)[0].snapshot().write(tmp_path)
+    series = scrape(tmp_path)
+    decisions = {name: series["megaflux_plan_decisions_total", "3", name] for name in catalogue.DECISIONS}
+    assert decisions == {name: 3 * (name == decision) for name in catalogue.DECISIONS}
+    assert (
+        series["megaflux_busiest_rank_blocks_total", "3", "planned"]
+        == (series["megaflux_busiest_rank_blocks_total", "3", "fixed"])
+    )
+
+
+def test_plan_wide_series_come_from_rank_0_alone(tmp_path: Path) -> None:
+    snapshot = served()[0].snapshot()
+    for rank in (0, 1):
+        replace(snapshot, worker=replace(WORKER, rank=rank)).write(tmp_path)
+    series = scrape(tmp_path)
+    assert series["megaflux_batches_total", "3"] == 3
+    assert {labels[1] for labels in series if labels[0] == "megaflux_layers"} == {"0", "1"}
+
+
+def test_a_snapshot_comes_back_as_it_was_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    snapshot = replace(served()[0].snapshot(), timeouts=["rows"])
+    data = snapshot.encode()
+    back = Snapshot.decode(data, "s")
+    assert all(np.array_equal(a, b) for a, b in zip(back.totals, snapshot.totals, strict=True))
+    assert replace(back, totals=[]) == replace(snapshot, totals=[])
+    for damaged in (data[:-8], b"{}\n", b"", data.replace(b'"version": 1', b'"version": 9', 1)):
+        with pytest.raises(InputError, match=r"^s: "):
+            Snapshot.decode(damaged, "s")
+
+
+def test_a_snapshot_that_cannot_be_read_is_logged_and_the_rest_is_answered(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "rank-9.snapshot").write_bytes(b"nonsense")
+    with caplog.at_level(logging.ERROR, "megaflux"):
+        assert scrape(tmp_path) == {}
+    assert "rank-9.snapshot: is no snapshot" in caplog.text
+
+
+def test_no_worker_yet_is_no_series(tmp_path: Path) -> None:
+    assert scrape(tmp_path) == {}
+
+
+def test_the_thread_publishes_until_it_is_stopped(tmp_path: Path) -> None:
+    meter, _ = served()
+    thread = meter.publish_every(0.01, tmp_path)
+    while not list(tmp_path.glob("*.snapshot")):
+        thread.join(0.01)
+    assert read_snapshots(tmp_path)[0].worker == WORKER
+    meter.stop()
+    assert not thread.is_alive()
+
+
+def test_timeouts_are_counted_by_what_was_waited_for(tmp_path: Path) -> None:
+    replace(served()[0].snapshot(), timeouts=["counts", "counts"]).write(tmp_path)
+    series = scrape(tmp_path)
+    assert series["megaflux_wait_timeouts_total", "0", "counts"] == 2
+    assert sum(v for labels, v in series.items() if labels[0] == "megaflux_wait_timeouts_total") == 2
+
+
+def test_the_hottest_experts_are_those_of_the_last_minutes() -> None:
+    recent, rows = RecentRows(), np.arange(20)
+    assert recent.hottest("3", rows, 0.0) == [19, 18, 17, 16, 15, 14, 13, 12]
+    for minute in (1, 2, 3):
+        rows = rows + np.eye(20, dtype=np.int64)[2] * 5
+        hottest = recent.hottest("3", rows, minute * LATELY_S)
+    assert hottest == [2]
+
+
+def test_layers_are_named_by_number_unless_that_is_ambiguous() -> None:
+    assert layer_labels(["model.layers.0.mlp.experts", "model.layers.12.mlp.experts"]) == ["0", "12"]
+    names = ["encoder.layers.0.mlp", "decoder.layers.0.mlp"]
+    assert layer_labels(names) == names
+
+
+def test_names_units_and_labels_follow_prometheus_conventions() -> None:
+    assert len({metric.name for metric in CATALOGUE}) == len(CATALOGUE) > 30
+    for metric in CATALOGUE:
+        assert (metric.kind is Kind.COUNTER) == metric.name.endswith("_total"), metric.name
+        for unit in ("seconds", "bytes", "ratio"):
+            assert (metric.unit == unit) == (f"_{unit}" in metric.name), metric.name
+        assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
+        assert list(metric.buckets) == sorted(set(metric.buckets))
+        assert metric.help.endswith((".", "balanced", "uniform", "1."))
+        if metric.source is not Source.WINDOW:
+            assert tuple(metric.labels)[:2] == SERVER_LABELS
+
+
+def test_wait_phases_are_the_kernels_wait_codes() -> None:
+    from megaflux_kernels.layout import Wait
+
+    assert {wait.name.lower() for wait in Wait} == set(catalogue.WAIT_PHASES)
+
+
+def shown(name: str, **labels: str) -> float:
+    """A series of the process itself; 0 if it is not there."""
+    return REGISTRY.get_sample_value(name, labels) or 0.0
+
+
+def test_capture_events_move_their_counters() -> None:
+    labels = {"engine": "vllm", "model": "tiny"}
+    events = CaptureEvents("vllm", "tiny")
+    assert shown("megaflux_capture_dropped_total", reason="storage", **labels) == 0
+    events.stored(100, 2000)
+    events.stored(50, 1000)
+    events.dropped("storage")
+    assert shown("megaflux_capture_records_total", **labels) == 2
+    assert shown("megaflux_capture_tokens_total", **labels) == 150
+    assert shown("megaflux_capture_bytes_total", **labels) == 3000
+    assert shown("megaflux_capture_dropped_total", reason="storage", **labels) == 1
+
+
+def test_a_planned_window_shows_its_decisions() -> None:
+    options = PlanOptions(COST, search=SearchOptions(proposals=1000))
+    before = shown("megaflux_window_trajectories_total")
+    plan = plan_window(window(16), None, Topology(2, 4, 400), options)
+    window_planned(plan)
+    window_sealed(0.02)
+    assert shown("megaflux_window_trajectories_total") == before + 16
+    assert shown("megaflux_window_rows") == plan.layout.num_rows
+    assert shown("megaflux_window_excess_removed_ratio") == plan.excess_removed
+    assert shown("megaflux_window_expert_excess_ratio", scope="window") == plan.excess.window
+    assert shown("megaflux_window_seal_seconds_bucket", le="0.025") >= 1
+    assert shown("megaflux_window_planning_seconds_sum") >= shown("megaflux_window_placement_seconds_sum")
