@@ -161,6 +161,7 @@ def draw(rows: Sequence[ResultRow], path: Path) -> None:
             axis.set_xscale("log", base=2)
             axis.set_xticks(sorted({row.case["tokens_per_rank"] for row in gains}))
             axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K")
+            axis.set_ylim(0.9, 1.05 * max(row.value for row in gains))
             axis.set_title(str(routing))
             axis.set_xlabel("tokens a rank")
         axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)

@@ -2,7 +2,8 @@
 
     python benchmarks/layer_pictures.py layer_forward.json part.json part.json ...
 
-merges the rows of several runs into the first file and draws those of more than one rank beside it.
+merges the rows of several runs into the first file and draws those of more than one rank beside it: by routing and
+variant at 8192 tokens a rank, and gains by batch size.
 """
 
 from __future__ import annotations
@@ -33,8 +34,12 @@ def draw_results(rows: Sequence[ResultRow], path: Path) -> None:
         if row.metric == "tflops_per_gpu" and row.case["protocol"] == "sustained"
     }
     panels, routings, variants = (list(dict.fromkeys(key[i] for key in values)) for i in range(3))
-    across = min(4, len(panels))
-    with figure(path, across, -(-len(panels) // across), title="Forward layer, sustained TFLOP/s a GPU") as axes:
+    if not panels:
+        return
+    across = min(4, len(panels)) if len(routings) < 4 else 1
+    size = (max(4.4, 1.8 * len(routings)), 3.2)
+    title = "Forward layer, sustained TFLOP/s a GPU"
+    with figure(path, across, -(-len(panels) // across), panel_inches=size, title=title) as axes:
         for axis, panel in zip(axes, panels, strict=False):
             for i, variant in enumerate(variants):
                 at = [(j, values[panel, routing, variant]) for j, routing in enumerate(routings)
@@ -46,6 +51,38 @@ def draw_results(rows: Sequence[ResultRow], path: Path) -> None:
         for axis in axes[len(panels) :]:
             axis.set_axis_off()
         axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(variants))
+
+
+def draw_tokens(rows: Sequence[ResultRow], path: Path) -> None:
+    """Gains over fixed by batch size, sustained, beside the ideal: a panel a shape and routing with several sizes."""
+    gains = [row for row in rows if row.metric in ("speedup_over_fixed", "ideal_speedup")]
+    gains = [row for row in gains if row.case["protocol"] == "sustained"]
+    sizes: dict[tuple[object, object], set[object]] = {}
+    for row in gains:
+        sizes.setdefault((row.case["shape"], row.case["routing"]), set()).add(row.case["tokens_per_rank"])
+    panels = [panel for panel, tokens in sizes.items() if len(tokens) > 2]
+    if not panels:
+        return
+    curves = {
+        "ideal": ("ideal_speedup", "pipelined"),
+        "pipelined": ("speedup_over_fixed", "pipelined"),
+        "staged": ("speedup_over_fixed", "staged"),
+    }
+    with figure(path, len(panels), title="Forward layer, gain over fixed placement, sustained") as axes:
+        for axis, (shape, routing) in zip(axes, panels, strict=True):
+            for label, (metric, variant) in curves.items():
+                own = {"shape": shape, "routing": routing, "variant": variant}
+                found = [row for row in gains if row.metric == metric and own.items() <= row.case.items()]
+                points = sorted((row.case["tokens_per_rank"], row.value) for row in found)
+                style = "--" if label == "ideal" else "-"
+                axis.plot(*zip(*points, strict=True), style, marker="o", ms=3, label=label)
+            axis.axhline(1.0, color="0.4", lw=0.8)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(sorted(sizes[shape, routing]))
+            axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K")
+            axis.set_title(f"{shape}, {routing}")
+            axis.set_xlabel("tokens a rank")
+        axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(curves))
 
 
 def draw_trace(rows: Sequence[ResultRow], path: Path) -> None:
@@ -69,7 +106,7 @@ def draw_trace(rows: Sequence[ResultRow], path: Path) -> None:
         axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(STAGES))
 
 
-__all__ = ["draw_results", "draw_trace"]
+__all__ = ["draw_results", "draw_tokens", "draw_trace"]
 
 
 def main() -> None:
@@ -81,8 +118,8 @@ def main() -> None:
     fields = ResultRow.__dataclass_fields__
     rows = [ResultRow(**{name: row[name] for name in fields}) for row in read_results(options.merged)]
     rows = [row for row in rows if row.case["ranks"] != 1]
-    if rows:
-        draw_results(rows, options.merged.with_suffix(".png"))
+    draw_results([row for row in rows if row.case["tokens_per_rank"] == 8192], options.merged.with_suffix(".png"))
+    draw_tokens(rows, options.merged.with_name(f"{options.merged.stem}_tokens.png"))
 
 
 if __name__ == "__main__":
