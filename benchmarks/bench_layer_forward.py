@@ -146,8 +146,8 @@ def run_case(rig: Rig, name: str, tokens: int, routing: str, options: argparse.N
         rig.load(plans["fixed"][0])
         align()
         rig.launch(each)
-        at, expected = Gathered(rig, topk), rig.out[0][:tokens]
         torch.cuda.synchronize()
+        at, expected = Gathered(rig, topk), rig.out[0][:tokens].clone()
         for peer in options.peers:
             steps[peer] = (make_peer(peer, at, expected), torch.cuda.current_stream())
     timed = time_steps(rig, steps, set(VARIANTS) - set(options.sustained), options.span_ms)
