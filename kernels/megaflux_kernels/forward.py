@@ -271,7 +271,8 @@ class Forward:
             else:
                 if (place.lane == 0) & (place.member == 0):
                     num_tasks = arch.load(words(tables.header).iterator + int(WorkHeader.NUM_TASKS), Int32)
-                    schedule(ring, tables.counters + 4 * Counters.TASK_QUEUE, tables.tasks, num_tasks, self.cluster)
+                    queue = tables.counters + 4 * Counters.TASK_QUEUE
+                    schedule(ring, queue, tables.tasks, num_tasks, buffers, self.shape, config.tiling)
         else:
             arch.setmaxregister_increase(MATRIX_REGISTERS)
             self.matrix_warps.run(smem, tiled_mma, loads, staging, staged, ring, warp, place)

@@ -37,6 +37,11 @@ def bulk_store(destination, shared, num_bytes, once: bool = False) -> None:
     )
 
 
+def prefetch(source, num_bytes) -> None:
+    """Bring global memory into L2; 16-byte aligned."""
+    arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[source, Int32(num_bytes)])
+
+
 def copy_async(shared, source, keep: bool = False) -> None:
     """Copy 16 bytes from global to shared memory, past L1; ``arch.cp_async_mbarrier_arrive_noinc`` tells of the end."""
     if keep:

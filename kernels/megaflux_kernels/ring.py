@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, range_constexpr
+from cutlass import Int32, Int64, const_expr, range_constexpr
 
-from megaflux_kernels.launch import Place
+from megaflux_kernels import ptx
+from megaflux_kernels.launch import Buffers, Place
 from megaflux_kernels.sync.device import doubles, words
 from megaflux_kernels.worklist import Kind
 
@@ -84,7 +85,15 @@ def post_task(ring: Ring, index, word, cluster: cutlass.Constexpr):
 
 
 @cute.jit
-def schedule(ring: Ring, queue: Int64, tasks: Int64, num_tasks, cluster: cutlass.Constexpr):
+def schedule(
+    ring: Ring,
+    queue: Int64,
+    tasks: Int64,
+    num_tasks,
+    buffers: Buffers,
+    shape: cutlass.Constexpr,
+    tiling: cutlass.Constexpr,
+):
     """Claim words in stream order until none is left, then post the end. Called by one lane of the first CTA.
 
     A word is claimed only when a slot is free, late enough for the last tasks to go where there is room.
@@ -95,12 +104,41 @@ def schedule(ring: Ring, queue: Int64, tasks: Int64, num_tasks, cluster: cutlass
     while claimed < num_tasks:
         word = arch.load(doubles(tasks).iterator + claimed, Int64)
         arch.mbarrier_wait(ring.empty + index, phase ^ 1)
-        post_task(ring, index, word, cluster)
+        post_task(ring, index, word, tiling.cluster)
+        prefetch_weights(word, buffers, shape, tiling)
         index, phase = advance(index, phase, RING_WORDS)
         arch.mbarrier_wait(ring.empty + index, phase ^ 1)
         claimed = arch.atomic_add(claims, Int32(1), sem="relaxed", scope="gpu")
     arch.mbarrier_wait(ring.empty + index, phase ^ 1)
-    post_task(ring, index, Int64(int(Kind.END) << 56), cluster)
+    post_task(ring, index, Int64(int(Kind.END) << 56), tiling.cluster)
+
+
+@cute.jit
+def prefetch_weights(word, buffers: Buffers, shape: cutlass.Constexpr, tiling: cutlass.Constexpr):
+    """Bring the weights of a word that leads into L2, unless they are still arriving."""
+    if const_expr(tiling.prefetch):
+        columns, row = tiling.tile_columns, 2 * shape.hidden
+        low, high = Int32(word & 0xFFFFFFFF), Int32(word >> 32)
+        if (high >> 28) & 3 == 2:
+            slot, tile = Int64((high >> 8) & 0xFFFF), ((low >> 24) & 0xFF) | ((high & 0xFF) << 8)
+            tiles = tiling.cluster >> ((high >> 26) & 3)
+            if (high >> 24) & 3 == int(Kind.FC1):
+                first, end = tile * (columns // 2), (tile + tiles) * (columns // 2)
+                gate = buffers.w1 + slot * (2 * shape.intermediate * row)
+                prefetch_rows(gate, first, cutlass.min(end, Int32(shape.intermediate)), row)
+                up = gate + shape.intermediate * row
+                prefetch_rows(up, first, cutlass.min(end, Int32(shape.intermediate)), row)
+            else:
+                first, end = tile * columns, cutlass.min((tile + tiles) * columns, Int32(shape.hidden))
+                base = buffers.w2 + slot * (shape.intermediate * row)
+                prefetch_rows(base, first, end, 2 * shape.intermediate)
+
+
+@cute.jit
+def prefetch_rows(base: Int64, first, end, row_bytes: cutlass.Constexpr):
+    """Rows ``first`` to ``end``, a multiple of 8 of them, into L2."""
+    for row in cutlass.range(first, end, 8, unroll=1):
+        ptx.prefetch(base + Int64(row) * row_bytes, 8 * row_bytes)
 
 
 __all__ = ["READERS", "RING_WORDS", "Ring", "Task", "advance", "post_task", "schedule", "take_task"]

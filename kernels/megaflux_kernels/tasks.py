@@ -179,7 +179,8 @@ class Tasks:
             if part == whole:
                 block, tile, log_width = self.rest_word(size, block, band * self.cluster, within, num_tiles)
             low = Int64(block) | (Int64(tile) << 24) | (Int64(slot) << 40)
-            tasks[start + index] = low | (Int64(int(kind)) << 56) | (Int64(log_width) << 58) | (Int64(gated) << 60)
+            flags = gated | (Int32(block == first) << 1)
+            tasks[start + index] = low | (Int64(int(kind)) << 56) | (Int64(log_width) << 58) | (Int64(flags) << 60)
 
     @cute.jit
     def rest_word(self, size: Int32, block: Int32, tile: Int32, within: Int32, num_tiles: Int32):

@@ -174,6 +174,7 @@ class Tiling:
     cluster: int = 2
     gather: bool = False
     hints: bool = False
+    prefetch: bool = False
 
     def fc1_tiles(self, shape: LayerShape) -> int:
         """N tiles of FC1."""
@@ -248,20 +249,22 @@ def work_bounds(shape: LayerShape, tiling: Tiling = Tiling()) -> WorkBounds:
 # ---- task stream --------------------------------------------------------------------------------------------------
 
 
-def pack_task(kind: int, block: int, tile: int, slot: int, width: int, gated: bool) -> int:
-    """A task word: block in bits 0-23, tile in 24-39, slot in 40-55, kind in 56-57, log2(width) in 58-59, gated in 60.
+def pack_task(kind: int, block: int, tile: int, slot: int, width: int, gated: bool, leads: bool) -> int:
+    """A task word: block in bits 0-23, tile in 24-39, slot in 40-55, kind in 56-57, log2(width) in 58-59, flags above.
 
     The word is for ``width`` blocks from ``block`` on, a power of two, and ``cluster / width`` tiles from ``tile`` on:
     CTA c of the cluster takes block + c % width and tile + c // width. A tile beyond the last is computed on zeros and
-    not stored. A *gated* task waits for its slot's weights, which arrive in this launch.
+    not stored. A *gated* task (bit 60) waits for its slot's weights, which arrive in this launch. One that *leads* (61)
+    is the first of its group to need its weights.
     """
-    return block | tile << 24 | slot << 40 | kind << 56 | (width.bit_length() - 1) << 58 | gated << 60
+    width_bits = (width.bit_length() - 1) << 58
+    return block | tile << 24 | slot << 40 | kind << 56 | width_bits | gated << 60 | leads << 61
 
 
-def unpack_task(word: int) -> tuple[Kind, int, int, int, int, bool]:
-    """(kind, block, tile, slot, width, gated) of a task word."""
+def unpack_task(word: int) -> tuple[Kind, int, int, int, int, bool, bool]:
+    """(kind, block, tile, slot, width, gated, leads) of a task word."""
     fields = word & 0xFFFFFF, word >> 24 & 0xFFFF, word >> 40 & 0xFFFF
-    return Kind(word >> 56 & 3), *fields, 1 << (word >> 58 & 3), bool(word >> 60 & 1)
+    return Kind(word >> 56 & 3), *fields, 1 << (word >> 58 & 3), bool(word >> 60 & 1), bool(word >> 61 & 1)
 
 
 @dataclass(frozen=True)
@@ -316,7 +319,7 @@ def group_word(index: int, first: int, size: int, slot: int, gated: bool, kind: 
     whole = min(index // num_tiles, size // cluster)
     if whole < size // cluster:
         tile = band * cluster + index % num_tiles
-        return pack_task(kind, first + whole * cluster, tile, slot, cluster, gated)
+        return pack_task(kind, first + whole * cluster, tile, slot, cluster, gated, whole == 0)
     index -= whole * num_tiles
     block = first + whole * cluster
     for width in rest_widths(size, cluster):
@@ -325,7 +328,8 @@ def group_word(index: int, first: int, size: int, slot: int, gated: bool, kind: 
             break
         index -= words
         block += width
-    return pack_task(kind, block, band * cluster + index * (cluster // width), slot, width, gated)
+    tile = band * cluster + index * (cluster // width)
+    return pack_task(kind, block, tile, slot, width, gated, block == first)
 
 
 def task_stream(

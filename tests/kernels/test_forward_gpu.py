@@ -54,6 +54,7 @@ TILINGS = {
     "pool4": Tiling(cluster=4),
     "gather4": Tiling(gather=True, cluster=4),
     "hints2": Tiling(gather=True, hints=True),
+    "prefetch2": Tiling(gather=True, prefetch=True),
 }
 
 

@@ -106,7 +106,7 @@ def run_tasks(shape: LayerShape, tiling: Tiling, work: ForwardWork, block_slot: 
     done = {kind: np.zeros((block_slot.size, n), dtype=int) for kind, n in tiles.items()}
     slots, arriving = block_slot.tolist(), set(work.transfers[:, 2].tolist())
     for word in work.tasks.tolist():
-        kind, block, tile, slot, width, gated = unpack_task(word)
+        kind, block, tile, slot, width, gated, _ = unpack_task(word)
         assert gated == (slot in arriving)
         for c in range(tiling.cluster):
             b, n = block + c % width, tile + c // width
@@ -188,7 +188,7 @@ def test_the_stream_lags_fc2_behind_fc1_by_at_least_lag_words_where_there_are_as
     fc1_before = np.cumsum(kinds == Kind.FC1)
     last_fc1, first_fc2 = {}, {}
     for i, word in enumerate(stream):
-        kind, block, _, slot, _, _ = unpack_task(int(word))
+        kind, block, _, slot, *_ = unpack_task(int(word))
         if kind == Kind.FC1:
             last_fc1[slot, block // 8] = fc1_before[i]
         else:
