@@ -61,7 +61,7 @@ def _courses() -> list[object]:
             "Max / mean of each layer without replicas",
             "Layers that are hot, and when.",
             RATIO,
-            Query(over(busiest, rate(m.MEAN_RANK_BLOCKS, "layer"), "layer"), "{{layer}}"),
+            Query(over(busiest, rate(m.MEAN_RANK_BLOCKS, "layer"), "layer"), "layer {{layer}}"),
         ),
         graph(
             "Load of each rank with replicas",
@@ -81,7 +81,7 @@ def _hottest() -> list[object]:
             "Rows of an expert over the tokens of its layer, for the hottest experts "
             "of all layers. Uniform routing gives every expert top-k over the number of experts.",
             SHARE,
-            Query(f"topk(16, {chosen})", "{{layer}}, expert {{expert}} of rank {{home_rank}}"),
+            Query(f"topk(16, {chosen})", "layer {{layer}}, expert {{expert}} of rank {{home_rank}}"),
             width=12,
         ),
         graph(
@@ -89,7 +89,7 @@ def _hottest() -> list[object]:
             "Rows each second. A hot set that changes from minute to minute makes replicas "
             "move; one that stays is held in its slots.",
             PER_S,
-            [Query(f"topk(8, {rate(m.EXPERT_ROWS, 'layer', 'expert')})", "{{layer}}, expert {{expert}}")],
+            [Query(f"topk(8, {rate(m.EXPERT_ROWS, 'layer', 'expert')})", "layer {{layer}}, expert {{expert}}")],
             width=12,
         ),
     ]

@@ -68,7 +68,7 @@ def _decisions() -> list[object]:
             [
                 Query(
                     over(rate(m.PLAN_DECISIONS, "layer", decision="refused"), rate(m.PLAN_DECISIONS, "layer"), "layer"),
-                    "{{layer}}",
+                    "layer {{layer}}",
                 )
             ],
         ),
@@ -101,7 +101,7 @@ def _weights() -> list[object]:
             "Weights copied",
             "Bytes into replica slots of all ranks.",
             BYTES_PER_S,
-            [Query(rate(m.REPLICA_BYTES, "layer"), "{{layer}}")],
+            [Query(rate(m.REPLICA_BYTES, "layer"), "layer {{layer}}")],
             stacked=True,
         ),
     ]
@@ -115,7 +115,7 @@ def _won() -> list[object]:
             "Speed-up of the busiest rank, by layer",
             "Its blocks without replicas over those with them.",
             RATIO,
-            Query(over(fixed, planned, "layer"), "{{layer}}"),
+            Query(over(fixed, planned, "layer"), "layer {{layer}}"),
             width=8,
         ),
         graph(

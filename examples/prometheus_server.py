@@ -14,12 +14,14 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import yaml
+
 from examples.vllm_server import free_port
 
 START_TIMEOUT_S, QUERY_TIMEOUT_S, STOP_TIMEOUT_S = 30.0, 30.0, 15.0
@@ -55,8 +57,9 @@ class Prometheus:
 
     ::
 
-        with Prometheus(config_for(Path("dashboards/prometheus"), "127.0.0.1:8000", 1), Path("out/prometheus")) as it:
-            [series] = it.query("up")
+        targets = {"megaflux-server": "127.0.0.1:8000", "megaflux-trainer": "127.0.0.1:9401"}
+        with Prometheus(config_for(Path("dashboards/prometheus"), targets, 1), Path("out/prometheus")) as prometheus:
+            print(prometheus.query("up"))
 
     Args:
         config: the configuration, as ``prometheus.yml`` would hold it; paths in it must be absolute.
@@ -153,18 +156,17 @@ class Prometheus:
             self.process.wait()
 
 
-def config_for(prometheus: Path, target: str, interval_s: int) -> dict[str, Any]:
-    """The project's own configuration, scraping one server instead of those it names, at another pace.
+def config_for(folder: Path, targets: Mapping[str, str], interval_s: int) -> dict[str, Any]:
+    """The project's own configuration, with other targets and at another pace.
 
     Args:
-        prometheus: folder of ``prometheus.yml`` and its rule files.
-        target: ``host:port`` of the server.
+        folder: of ``prometheus.yml`` and its rule files.
+        targets: ``host:port`` for the name of each job.
         interval_s: seconds between scrapes and between evaluations of the rules.
     """
-    config: dict[str, Any] = yaml.safe_load((prometheus / "prometheus.yml").read_text())
+    config: dict[str, Any] = yaml.safe_load((folder / "prometheus.yml").read_text())
     config["global"] |= {"scrape_interval": f"{interval_s}s", "evaluation_interval": f"{interval_s}s"}
-    config["rule_files"] = [str(prometheus / name) for name in config["rule_files"]]
+    config["rule_files"] = [str(folder / name) for name in config["rule_files"]]
     for job in config["scrape_configs"]:
-        job["static_configs"] = [{"targets": [target]}]
-    config.pop("alerting", None)
+        job["static_configs"] = [{"targets": [targets[job["job_name"]]]}]
     return config

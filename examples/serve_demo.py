@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from vllm_server import MODEL, Answer, Server, ServerError
 
+from examples.vllm_server import MODEL, Answer, Server, ServerError
 from megaflux_serve.capture import ReplayStore, seal
 from megaflux_serve.capture.picture import window_picture
 from megaflux_serve.cli.picture import draw_loads

@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import serve_demo
-import vllm_server
-
+from examples import serve_demo, vllm_server
 from megaflux_serve.cli.summary import BatchOutcome, accumulate
 
 STAND_IN = '''#!{python}

@@ -119,7 +119,8 @@ def figure_table(first: str, *others: str) -> Table:
 def hottest(seen: Figures) -> list[str]:
     """The hottest experts, one a line."""
     lines = [
-        f"  {escape(one.layer)}, expert {one.expert} of rank {one.home_rank}: {percent(one.chosen_by)} of the tokens"
+        f"  layer {escape(one.layer)}, expert {one.expert} of rank {one.home_rank}: "
+        f"{percent(one.chosen_by)} of the tokens"
         for one in seen.experts
     ]
     return ["hottest experts", *lines] if lines else []
