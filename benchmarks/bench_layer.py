@@ -21,11 +21,13 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megaflux_kernels.worklist import LayerShape
+from numpy.typing import NDArray
 
 from benchmarks.harness.rows import RESULTS, ResultRow
 from benchmarks.harness.table import print_table
@@ -67,21 +69,24 @@ def capture(
     return graph, output
 
 
+def make_batch(shape: LayerShape, topk: NDArray[np.int64]) -> RoutingBatch:
+    """This rank's batch with these routes."""
+    generator = torch.Generator("cuda").manual_seed(dist.get_rank())
+    weights = torch.rand(len(topk), shape.top_k, generator=generator, device="cuda")
+    return RoutingBatch(
+        torch.randn(len(topk), shape.hidden, generator=generator, device="cuda", dtype=torch.bfloat16),
+        torch.from_numpy(topk).int().cuda(),
+        weights / weights.sum(1, keepdim=True),
+    )
+
+
 def run_case(name: str, tokens: int, routing: str, options: argparse.Namespace, costs: GateCosts) -> list[ResultRow]:
     """Check and time every variant of one case."""
     experts, hidden, intermediate, top_k, slots = SHAPES[name]
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    shape = LayerShape(ranks, experts, slots, hidden, intermediate, top_k, tokens)
+    shape = LayerShape(dist.get_world_size(), experts, slots, hidden, intermediate, top_k, tokens)
     topk, home = routes(shape, tokens, routing)
-    generator = torch.Generator("cuda").manual_seed(rank)
-    weights = torch.rand(tokens, top_k, generator=generator, device="cuda")
-    batch = RoutingBatch(
-        torch.randn(tokens, hidden, generator=generator, device="cuda", dtype=torch.bfloat16),
-        torch.from_numpy(topk[rank]).int().cuda(),
-        weights / weights.sum(1, keepdim=True),
-    )
-    stream, rows, expected, latency = torch.cuda.Stream(), [], None, {}
-    case = {"shape": name, "tokens_per_rank": tokens, "routing": routing, "ranks": ranks}
+    batch, stream, expected = make_batch(shape, topk[dist.get_rank()]), torch.cuda.Stream(), None
+    timed: dict[tuple[str, str], Sustained] = {}
     for variant, (replicated, sticky) in VARIANTS.items():
         config = MegaFluxConfig(
             executor="megakernel",
@@ -104,25 +109,29 @@ def run_case(name: str, tokens: int, routing: str, options: argparse.Namespace, 
             f"{name} {tokens} {routing} {variant}: blocks {plan.loads.tolist()}, {len(plan.transfers)} transfers, "
             f"{torch.cuda.mem_get_info()[0] / 2**30:.0f} GiB free"
         )
-        for protocol in ("burst", "sustained"):
-            if protocol == "burst":
-                run = Sustained(burst_ms(graph.replay, stream), ())
-            else:
-                run = sustained(graph.replay, stream, run.ms, options.span_ms)
-            value = latency[protocol, variant] = run.ms
-            at = {**case, "variant": variant, "protocol": protocol}
-            fixed = latency[protocol, "fixed"]
-            base = {"name": "fixed", "value": fixed} if variant != "fixed" else None
-            tflops = 6 * hidden * intermediate * top_k * tokens / value * 1e-9
-            rows.append(ResultRow("layer", at, "latency_ms", value, "ms", base))
-            rows.append(ResultRow("layer", at, "tflops_per_gpu", tflops, "TFLOP/s"))
-            rows += run.rows("layer", at)
-            if variant != "fixed":
-                rows.append(ResultRow("layer", at, "speedup_over_fixed", fixed / value, "1"))
-            say(f"    {protocol:9s} {variant:8s} {value:8.3f} ms {tflops:7.1f} TFLOP/s {fixed / value:6.3f}x")
+        burst = Sustained(burst_ms(graph.replay, stream), ())
+        timed["burst", variant] = burst
+        timed["sustained", variant] = sustained(graph.replay, stream, burst.ms, options.span_ms)
         layer.on_device.last_plan()  # raises what a wait has left behind
         del layer, graph, output
         torch.cuda.empty_cache()
+    case = {"shape": name, "tokens_per_rank": tokens, "routing": routing, "ranks": shape.num_ranks}
+    return result_rows(case, 6 * hidden * intermediate * top_k * tokens, timed)
+
+
+def result_rows(case: dict[str, object], flops: int, timed: dict[tuple[str, str], Sustained]) -> list[ResultRow]:
+    """What the times of (protocol, variant) mean; ``flops`` are a rank's."""
+    rows = []
+    for (protocol, variant), run in timed.items():
+        at, fixed = {**case, "variant": variant, "protocol": protocol}, timed[protocol, "fixed"].ms
+        base = {"name": "fixed", "value": fixed} if variant != "fixed" else None
+        tflops = flops / run.ms * 1e-9
+        rows.append(ResultRow("layer", at, "latency_ms", run.ms, "ms", base))
+        rows.append(ResultRow("layer", at, "tflops_per_gpu", tflops, "TFLOP/s"))
+        rows += run.rows("layer", at)
+        if variant != "fixed":
+            rows.append(ResultRow("layer", at, "speedup_over_fixed", fixed / run.ms, "1"))
+        say(f"    {protocol:9s} {variant:8s} {run.ms:8.3f} ms {tflops:7.1f} TFLOP/s {fixed / run.ms:6.3f}x")
     return rows
 
 
