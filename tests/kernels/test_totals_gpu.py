@@ -1,4 +1,4 @@
-"""Totals that the device adds: the reference's words, with and without a gate, while a graph is captured and replayed."""
+"""Totals that the device adds: the reference's words, with and without a gate, and while a graph is captured."""
 
 from __future__ import annotations
 
