@@ -24,7 +24,7 @@ known_steps "$all" "$@"
 [ $# -gt 0 ] || set -- $all
 real=() native=()
 if [ -e "${MEGAFLUX_TRACES:-../shared/traces}/gptoss20b/routed_experts.npz" ]; then
-  real=(real-median real-high) native=(real-high)
+  real=(real-high) native=(real-high)
 else
   echo "no traces: real routings are left out (set MEGAFLUX_TRACES)"
 fi
@@ -101,7 +101,7 @@ shapes() {
 }
 tokens() {
   LINES_SHOWN=150 part 2 layer_forward_tokens 150 --span-ms 100 --peers "${three_sustained[@]}" \
-    --shapes qwen3-30b-a3b deepseek-v3-e64 --tokens 1024 2048 4096 16384 32768 --routings balanced zipf-3-one-rank
+    --shapes qwen3-30b-a3b deepseek-v3-e64 --tokens 1024 4096 16384 32768 --routings balanced zipf-3-one-rank
 }
 layer() {
   LINES_SHOWN=100 ranks 2 layer 170 benchmarks/bench_layer.py --out "$OUT/layer.json" --span-ms 125 \
