@@ -10,7 +10,6 @@
 #   shapes      90  two more shapes
 #   tokens     150  1K to 32K tokens a rank, two shapes
 #   layer      170  the whole layer, planned on the device, 1K to 16K tokens, with the gate
-#   sweep       60  launch choices
 #   alone       40  one rank without another
 #   trace       60  times inside the kernel
 #
@@ -19,7 +18,7 @@
 # pytest -k does, SHAPES the shapes of bench, routings, counters and alone.
 cd "$(dirname "$0")/.." || exit
 . benchmarks/gpu_steps.sh
-all="check stress single bench routings shapes tokens layer sweep alone trace"
+all="check stress single bench routings shapes tokens layer alone trace"
 known_steps "$all" "$@"
 [ $# -gt 0 ] || set -- $all
 real=() native=()
@@ -106,10 +105,6 @@ tokens() {
 layer() {
   LINES_SHOWN=100 ranks 2 layer 170 benchmarks/bench_layer.py --out "$OUT/layer.json" --span-ms 125 \
     --shapes qwen3-30b-a3b deepseek-v3-e64 --tokens 1024 4096 8192 16384 --routings zipf-3-one-rank balanced
-}
-sweep() {
-  LINES_SHOWN=80 ranks 2 layer_forward_sweep 60 benchmarks/sweep_layer_forward.py --span-ms 200 \
-    --out "$OUT/layer_forward_sweep.json" --shapes qwen3-30b-a3b mixtral-8x7b
 }
 alone() { part 1 layer_forward_alone 40 --peers --shapes "${three[@]}"; }
 trace() {
