@@ -11,8 +11,6 @@ keeps the model's own router. Routing weights are the softmax of the model's own
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,8 @@ from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from benchmarks.serving.weights import checkpoint
+
 LOAD_FORMAT = "megaflux_benchmark"
 
 
@@ -33,8 +33,7 @@ LOAD_FORMAT = "megaflux_benchmark"
 class RandomWeights(BaseModelLoader):
     """Gives a model the weights of a checkpoint that was never written, and hooks its routers.
 
-    The model loads them as it loads any checkpoint, so each rank keeps what belongs to it. A tensor depends on its name
-    only. Matrices are normal with variance 1 / inputs, so activations stay of order 1; norms are 1.
+    The model loads them as it loads any checkpoint, so each rank keeps what belongs to it.
     """
 
     def download_model(self, model_config: Any) -> None:
@@ -44,39 +43,6 @@ class RandomWeights(BaseModelLoader):
         device = next(model.parameters()).device
         model.load_weights(checkpoint(model_config.hf_text_config, model_config.dtype, device))
         model.forced_routes = ForcedRoutes(model)
-
-
-def checkpoint(config: Any, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of a Qwen3-MoE checkpoint, in its order."""
-    hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
-    kv_heads, intermediate = config.num_key_value_heads * config.head_dim, config.moe_intermediate_size
-    layer = {
-        "self_attn.q_proj.weight": (heads, hidden),
-        "self_attn.k_proj.weight": (kv_heads, hidden),
-        "self_attn.v_proj.weight": (kv_heads, hidden),
-        "self_attn.o_proj.weight": (hidden, heads),
-        "self_attn.q_norm.weight": (config.head_dim,),
-        "self_attn.k_norm.weight": (config.head_dim,),
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate.weight": (config.num_experts, hidden),
-    }
-    for expert in range(config.num_experts):
-        layer[f"mlp.experts.{expert}.gate_proj.weight"] = (intermediate, hidden)
-        layer[f"mlp.experts.{expert}.up_proj.weight"] = (intermediate, hidden)
-        layer[f"mlp.experts.{expert}.down_proj.weight"] = (hidden, intermediate)
-    shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for index in range(config.num_hidden_layers):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (config.vocab_size, hidden)}
-    generator = torch.Generator(device)
-    for name, shape in shapes.items():
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        if len(shape) == 1:
-            yield name, tensor.fill_(1.0)
-        else:
-            scale = 1.0 if "embed" in name else shape[1] ** -0.5
-            yield name, tensor.normal_(0.0, scale, generator=generator.manual_seed(zlib.crc32(name.encode())))
 
 
 class ForcedRoutes:
@@ -187,4 +153,4 @@ def _from_all_ranks(value: Any) -> list[Any]:
     return values
 
 
-__all__ = ["LOAD_FORMAT", "BenchmarkWorker", "ForcedRoutes", "RandomWeights", "checkpoint"]
+__all__ = ["LOAD_FORMAT", "BenchmarkWorker", "ForcedRoutes", "RandomWeights"]
