@@ -67,6 +67,25 @@ class Engine:
         _, completions = await self._batch(prompts, max_tokens, chunk, 0 if logprobs else None)
         return completions
 
+    async def rollouts(self, prompts: Sequence[list[int]], lengths: Sequence[int], num_clients: int) -> float:
+        """Seconds until every prompt has its output, asked by clients who each ask one after the other.
+
+        Args:
+            prompts: token ids.
+            lengths: output tokens of each.
+            num_clients: requests at a time.
+        """
+        waiting = iter(enumerate(zip(prompts, lengths, strict=True)))
+        budget = self.llm.vllm_config.scheduler_config.max_num_batched_tokens
+
+        async def client() -> None:
+            for number, (prompt, length) in waiting:
+                await self._complete(prompt, number, length, budget, None)
+
+        start = time.perf_counter()
+        await asyncio.gather(*(client() for _ in range(num_clients)))
+        return time.perf_counter() - start
+
     async def call_workers(self, method: str, *arguments: Any) -> Any:
         """The answer of the first worker to a method of ``worker.BenchmarkWorker``."""
         return (await self.llm.collective_rpc(method, args=arguments))[0]
