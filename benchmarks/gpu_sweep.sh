@@ -3,7 +3,7 @@
 #   benchmarks/gpu_sweep.sh [CHOICE...]        at most 80 s of tests and 75 s a choice; about 40 and 30
 cd "$(dirname "$0")/.." || exit
 . benchmarks/gpu_steps.sh
-[ $# -gt 0 ] || set -- pool2 gather2 gather4 prefetch2 hints2
+[ $# -gt 0 ] || set -- pool2 gather2 gather4 prefetch2 skew2 hints2
 failed=0 turn=0
 for choice in "$@"; do
   CUDA_VISIBLE_DEVICES=$((turn++ % gpus)) tests "test-$choice" 80 tests/kernels/test_forward_gpu.py --maxfail=2 \

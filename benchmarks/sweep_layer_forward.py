@@ -29,6 +29,7 @@ CHOICES = {  # tiling, CTAs; clusters of four do not fill 132 SMs
     "gather4": (Tiling(gather=True, cluster=4), 128),
     "hints2": (Tiling(gather=True, hints=True), 132),
     "prefetch2": (Tiling(gather=True, prefetch=True), 132),
+    "skew2": (Tiling(gather=True, skew=True), 132),
 }
 
 

@@ -20,6 +20,8 @@ from megaflux_kernels.worklist import BLOCK_ROWS, Kind, LayerShape, Tiling
 arch = cute.arch
 K_TILE = 64
 WARPGROUP_ROWS = 64
+TURN = 1
+"""Named barrier at which the second warpgroup waits for the first one's first K tile."""
 
 
 @cute.jit
@@ -51,6 +53,8 @@ def multiply(
     lane,
     cluster: cutlass.Constexpr,
     gather: cutlass.Constexpr,
+    skew: cutlass.Constexpr,
+    group,
 ):
     """accumulator = rows @ columns.T over ``num_k_tiles`` stages of the load ring, one WGMMA group kept in flight.
 
@@ -70,7 +74,13 @@ def multiply(
     arch.mbarrier_wait(full + stage, phase)
     if const_expr(gather):
         arch.fence_proxy("async.shared", space="cta")
+    if const_expr(skew):
+        if group == 1:
+            arch.barrier(barrier_id=TURN, number_of_threads=256)
     multiply_stage(operation, accumulator, rows, columns, stage, True)
+    if const_expr(skew):
+        if group == 0:
+            arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
     previous = stage
     stage, phase = advance(stage, phase, num_stages)
     for _ in cutlass.range(num_k_tiles - 1, unroll=1):
@@ -132,6 +142,7 @@ class MatrixWarps:
 
     def __init__(self, shape: LayerShape, columns: int, stages: int, pitch: int, tiling: Tiling) -> None:
         self.gather, self.cluster = tiling.gather, tiling.cluster
+        self.skew = tiling.skew and min(shape.hidden, shape.intermediate) >= (stages + 1) * K_TILE
         self.shape, self.columns, self.stages, self.pitch = shape, columns, stages, pitch
 
     @cute.jit
@@ -163,7 +174,9 @@ class MatrixWarps:
             num_k = Int32(self.shape.hidden // K_TILE)
             if task.kind == int(Kind.FC2):
                 num_k = Int32(self.shape.intermediate // K_TILE)
-            stage, phase = multiply(operands, loads, num_k, stage, phase, self.stages, lane, self.cluster, self.gather)
+            stage, phase = multiply(
+                operands, loads, num_k, stage, phase, self.stages, lane, self.cluster, self.gather, self.skew, group
+            )
             if task.kind == int(Kind.FC1):
                 stage_rows(accumulator, True, self.columns // 2, address, buffer, buffer_phase, lane)
             else:

@@ -175,6 +175,7 @@ class Tiling:
     gather: bool = False
     hints: bool = False
     prefetch: bool = False
+    skew: bool = False
 
     def fc1_tiles(self, shape: LayerShape) -> int:
         """N tiles of FC1."""

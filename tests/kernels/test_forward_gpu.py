@@ -55,6 +55,7 @@ TILINGS = {
     "gather4": Tiling(gather=True, cluster=4),
     "hints2": Tiling(gather=True, hints=True),
     "prefetch2": Tiling(gather=True, prefetch=True),
+    "skew2": Tiling(gather=True, skew=True),
 }
 
 
