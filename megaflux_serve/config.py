@@ -38,7 +38,8 @@ class MegaFluxConfig(BaseModel):
             that the engine's scheduler has.
         timeout_s: the longest wait for another rank, in seconds; covers what a slow peer may do between two layers.
         gate: costs by which a plan that does not pay is dropped for the fixed placement; None carries out every plan. A
-            name such as "2048x768" (hidden x intermediate) stands for what ``megaflux calibrate`` measured here.
+            name such as "2048x768" (hidden x intermediate) stands for what ``megaflux calibrate`` measured here. "auto"
+            has an engine's plugin find costs for the megakernel (``calibration.costs_here``); elsewhere it is None.
         plan_log: directory for one JSON line a layer and batch (``plan_log.PlanLog``); None writes nothing.
         metrics: whether layers add up what they do, for ``/metrics``.
         capture: folder of a replay store for the routes of every finished request (``capture``); None captures nothing.
@@ -59,12 +60,12 @@ class MegaFluxConfig(BaseModel):
     max_tokens: Annotated[StrictInt | None, Field(ge=1, description="null or an integer of at least 1")] = None
     timeout_s: Annotated[StrictInt, Field(ge=1, le=3600, description="an integer from 1 to 3600 (seconds)")] = 300
     gate: Annotated[
-        GateCosts | None,
+        GateCosts | Literal["auto"] | None,
         Field(
-            description="null or integers block_ns, replica_ns and plan_ns (0 to 10^9), hidden_permille (0 to 1000), "
-            "or a calibrated layer such as '2048x768'"
+            description="auto, null, integers block_ns, replica_ns and plan_ns (0 to 10^9), hidden_permille "
+            "(0 to 1000), or a calibrated layer such as '2048x768'"
         ),
-    ] = None
+    ] = "auto"
     plan_log: Annotated[Path | None, Field(description="null or the path of a directory")] = None
     metrics: Annotated[StrictBool, Field(description="true or false")] = True
     capture: Annotated[Path | None, Field(description="null or the path of a directory")] = None
@@ -87,7 +88,7 @@ class MegaFluxConfig(BaseModel):
     @classmethod
     def _read_costs(cls, value: Any) -> Any:
         """Costs of a calibrated layer; refuse true and 5.0, which pydantic would take for integers in a dataclass."""
-        if isinstance(value, str):
+        if isinstance(value, str) and value != "auto":
             return load_costs(value)
         for name, cost in value.items() if isinstance(value, dict) else ():
             if type(cost) is not int:
@@ -103,7 +104,13 @@ class MegaFluxConfig(BaseModel):
         if isinstance(cause, ConfigError):  # from a part of the field, which knows better what it allows
             return ConfigError(f"{name}.{cause.field}", cause.value, cause.allowed)
         path = detail["loc"][:-1] if detail["type"] == "missing" else detail["loc"]
+        path = tuple(part for part in path if part != GateCosts.__name__)  # an alternative of the field, not a part
         return ConfigError(".".join(map(str, path)), detail["input"], str(cls.model_fields[name].description))
+
+    @property
+    def gate_costs(self) -> GateCosts | None:
+        """The gate's costs; None where every plan is carried out."""
+        return None if self.gate == "auto" else self.gate
 
     @property
     def planner_options(self) -> PlannerOptions:

@@ -173,7 +173,8 @@ class ReplicatedMoE:
         if self.layout.num_replica_slots == 0:
             return fixed_plan(counts, self.layout, self.config.block_rows)
         plan = plan_replicas(counts, self.layout, self.config.planner_options, self.resident)
-        return plan if self.config.gate is None else apply_gate(plan, self.config.gate, self.resident)
+        costs = self.config.gate_costs
+        return plan if costs is None else apply_gate(plan, costs, self.resident)
 
     def report(self, plan: ReplicaPlan, top_k: int, planner_ns: int | None = None, layer_ns: int | None = None) -> None:
         """Tell the observers what the batch did."""

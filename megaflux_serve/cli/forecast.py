@@ -113,10 +113,10 @@ def forecast_layer(layer: LayerTrace, scenario: Scenario) -> Iterator[Step]:
             counts = scenario.resize.apply(counts, scenario.num_ranks)
         histogram = split_over_ranks(counts, scenario.num_ranks)
         fresh, plan = (
-            gated(plan_replicas(histogram, layout, config.planner_options, held), config.gate, held)
+            gated(plan_replicas(histogram, layout, config.planner_options, held), config.gate_costs, held)
             for held in (nothing, resident)
         )
-        yield Step(judge(plan, config.gate), len(fresh.transfers))
+        yield Step(judge(plan, config.gate_costs), len(fresh.transfers))
         if config.sticky:
             resident = plan.replica_experts
 

@@ -50,6 +50,8 @@ class MegakernelExecutor(DeviceExecutor):
         timeout_s: the longest wait for a peer, in seconds. It covers what a slow peer may do between two layers.
     """
 
+    kind = "megakernel"
+
     def __init__(
         self, num_ranks: int, group: dist.ProcessGroup | None = None, max_tokens: int = 8192, timeout_s: float = 60.0
     ) -> None:
@@ -166,23 +168,26 @@ class SharedBuffers:
         self.num_bytes = self.topk_ids.nbytes + sum(planning.map.num_bytes for planning in self.planners)
         self.num_bytes += sum(sum(buffers.map.memory_use().values()) for buffers in self.forward)
         self.failures = torch.zeros(num_local, RECORD_WORDS, dtype=torch.int32, pin_memory=True)
-        self.streams = [torch.cuda.Stream() for _ in self.forward] if num_local > 1 else []  # type: ignore[no-untyped-call]
+        self.streams = [torch.cuda.Stream() for _ in self.forward]  # type: ignore[no-untyped-call]
         executor.barrier()
 
     def load(self, batches: Sequence[RoutingBatch]) -> None:
-        """Copy rows and routes to where the kernels read them.
+        """Copy routes and rows to where the kernels read them; rows in the ranks' own streams, beside the planner.
 
         Raises:
             CapacityError: more rows than ``max_tokens``.
         """
-        for index, (batch, buffers) in enumerate(zip(batches, self.forward, strict=True)):
+        current = torch.cuda.current_stream()
+        for index, (batch, buffers, stream) in enumerate(zip(batches, self.forward, self.streams, strict=True)):
             num_tokens = batch.hidden.shape[0]
             if num_tokens > self.shape.max_tokens:
                 raise CapacityError(
                     f"a batch of {num_tokens} rows does not fit max_tokens = {self.shape.max_tokens}; allowed: at most "
                     "that many rows a rank, or a larger max_tokens"
                 )
-            buffers.x[:num_tokens].copy_(batch.hidden)
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                buffers.x[:num_tokens].copy_(batch.hidden)
             self.topk_ids[index, :num_tokens].copy_(batch.topk_ids)
             self.num_tokens[index : index + 1].fill_(num_tokens)
 
@@ -254,8 +259,7 @@ class MegakernelLayer(DeviceLayer):
         weights = [batch.topk_weights.contiguous() for batch in batches]
         outputs = [torch.empty_like(batch.hidden, memory_format=torch.contiguous_format) for batch in batches]
         current = torch.cuda.current_stream()
-        streams = shared.streams or [current]
-        for stream, layer, scales, out, end in zip(streams, layers, weights, outputs, self.ends, strict=True):
+        for stream, layer, scales, out, end in zip(shared.streams, layers, weights, outputs, self.ends, strict=True):
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 if not self.pipelined:
@@ -309,9 +313,9 @@ class BoundLayer:
 
 def launch_options(config: MegaFluxConfig) -> LaunchOptions:
     """The planner's options as the device takes them."""
-    if config.gate is None:
+    gate = config.gate_costs
+    if gate is None:
         return LaunchOptions(config.transfer_cost_blocks, config.reduction_penalty)
-    gate = config.gate
     return LaunchOptions(
         *(config.transfer_cost_blocks, config.reduction_penalty),
         *(gate.block_ns, gate.replica_ns, gate.plan_ns, gate.hidden_permille),

@@ -13,10 +13,13 @@ from typing import Any
 
 from megaflux_serve.durable import write_atomically
 from megaflux_serve.errors import ConfigError
-from megaflux_serve.planning.gate import GateCosts
+from megaflux_serve.planning.gate import GateCosts, estimate_costs
 
 CALIBRATION_VARIABLE = "MEGAFLUX_CALIBRATION"
 """Environment variable that names the file; default ``~/.cache/megaflux/calibration.json``."""
+
+TFLOP_PER_S, LINK_GB_PER_S, PLAN_NS = 600.0, 330.0, 25_000
+"""Of an H200: sustained products of a layer, copies by SMs over NVLink, one plan for 8K tokens; see docs."""
 
 
 def calibration_path() -> Path:
@@ -46,6 +49,21 @@ def load_costs(layer: str) -> GateCosts:
         return GateCosts(**measured[layer])
     except TypeError:
         raise ConfigError("layer", layer, f"the four costs of a gate in {path}; measure it again") from None
+
+
+def costs_here(hidden: int, intermediate: int) -> tuple[GateCosts, str]:
+    """Costs of a layer shape on this machine, and where they come from: ``measured`` or ``estimated``.
+
+    What nobody has measured is estimated from the rates of an H200: nothing of a transfer counts as hidden, which is so
+    for the small batches that the gate is for.
+
+    Raises:
+        ConfigError: the file of measurements is damaged.
+    """
+    layer = layer_name(hidden, intermediate)
+    if layer in _read()["layers"]:
+        return load_costs(layer), "measured"
+    return estimate_costs(hidden, intermediate, TFLOP_PER_S, LINK_GB_PER_S, plan_ns=PLAN_NS), "estimated"
 
 
 def store_costs(layer: str, costs: GateCosts, device: str) -> Path:
@@ -82,4 +100,4 @@ def _read() -> dict[str, Any]:
     return held
 
 
-__all__ = ["CALIBRATION_VARIABLE", "calibration_path", "layer_name", "load_costs", "store_costs"]
+__all__ = ["CALIBRATION_VARIABLE", "calibration_path", "costs_here", "layer_name", "load_costs", "store_costs"]

@@ -7,12 +7,16 @@ travels with vLLM's configuration. Touches no device.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError, UnsupportedError
 from megaflux_serve.executors.limits import layer_shape
+from megaflux_serve.planning.calibration import costs_here
+from megaflux_serve.planning.gate import GateCosts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,7 +50,26 @@ def settle(config: VllmConfig, options: MegaFluxConfig, num_ranks: int) -> MegaF
         check_megakernel(config, options, num_ranks)
     elif options.executor == "auto":
         options = options.model_copy(update={"executor": automatic(config, options, num_ranks)})
+    if options.executor == "megakernel" and options.gate == "auto" and num_ranks > 1:
+        options = options.model_copy(update={"gate": gate_costs(config)})
     return options
+
+
+def gate_costs(config: VllmConfig) -> GateCosts | None:
+    """Costs of the model's experts on this machine, said in the log; None if their size is not known yet."""
+    intermediate = size_of(config, INTERMEDIATE_SIZES)
+    if intermediate is None:
+        LOGGER.warning("the gate is open: the configuration does not say how large an expert is")
+        return None
+    costs, source = costs_here(config.model_config.get_hidden_size(), intermediate)
+    LOGGER.info("gate: %s costs %s", source, asdict(costs))
+    return costs
+
+
+def size_of(config: VllmConfig, names: Sequence[str]) -> int | None:
+    """The first of these numbers that the model's configuration has."""
+    sizes = vars(config.model_config.hf_text_config)
+    return next((int(sizes[name]) for name in names if sizes.get(name)), None)
 
 
 def automatic(config: VllmConfig, options: MegaFluxConfig, num_ranks: int) -> str:
@@ -100,12 +123,10 @@ def check_megakernel(config: VllmConfig, options: MegaFluxConfig, num_ranks: int
     if options.plan_log is not None and not model.enforce_eager:
         allowed = "null, or --enforce-eager: a captured graph cannot be logged"
         raise ConfigError("plan_log", str(options.plan_log), allowed)
-    sizes = vars(model.hf_text_config)
-    intermediate = next((sizes[name] for name in INTERMEDIATE_SIZES if sizes.get(name)), None)
-    top_k = next((sizes[name] for name in TOP_KS if sizes.get(name)), None)
+    intermediate, top_k = size_of(config, INTERMEDIATE_SIZES), size_of(config, TOP_KS)
     if intermediate is not None and top_k is not None:  # else the layer is checked when it is built
         slots, tokens = options.replica_slots if num_ranks > 1 else 0, options.max_tokens or 1
         layer_shape(num_ranks, model.get_num_experts(), slots, model.get_hidden_size(), intermediate, top_k, tokens)
 
 
-__all__ = ["automatic", "check_megakernel", "machine_obstacle", "settle"]
+__all__ = ["automatic", "check_megakernel", "gate_costs", "machine_obstacle", "settle", "size_of"]

@@ -18,7 +18,7 @@ def test_no_options_mean_the_papers_planner_with_two_sticky_slots() -> None:
     config = MegaFluxConfig.parse({})
     assert config.planner_options == PlannerOptions(block_rows=128, reduction_penalty=0, transfer_cost_blocks=0)
     assert (config.executor, config.replica_slots, config.sticky) == ("auto", 2, True)
-    assert (config.gate, config.plan_log) == (None, None)
+    assert (config.gate, config.gate_costs, config.plan_log) == ("auto", None, None)
 
 
 def test_every_option_is_read() -> None:
@@ -62,12 +62,12 @@ def test_every_option_is_read() -> None:
         ({"sticky": "yes"}, "sticky = 'yes' is not allowed; allowed: true or false"),
         (
             {"gate": 7},
-            "gate = 7 is not allowed; allowed: null or integers block_ns, replica_ns and plan_ns (0 to 10^9)",
+            "gate = 7 is not allowed; allowed: auto, null, integers block_ns, replica_ns and plan_ns (0 to 10^9)",
         ),
         ({"gate": {**COSTS, "plan_ns": -1}}, "gate.plan_ns = -1 is not allowed; allowed: 0 to 1000000000 nanoseconds"),
         ({"gate": {**COSTS, "plan_ns": "7"}}, "gate.plan_ns = '7' is not allowed; allowed: an integer"),
-        ({"gate": {**COSTS, "link_ns": 1}}, "gate.link_ns = 1 is not allowed; allowed: null or integers block_ns"),
-        ({"gate": {"block_ns": 1}}, "gate = {'block_ns': 1} is not allowed; allowed: null or integers block_ns"),
+        ({"gate": {**COSTS, "link_ns": 1}}, "gate.link_ns = 1 is not allowed; allowed: auto, null, integers block_ns"),
+        ({"gate": {"block_ns": 1}}, "gate = {'block_ns': 1} is not allowed; allowed: auto, null, integers block_ns"),
         ({"plan_log": 7}, "plan_log = 7 is not allowed; allowed: null or the path of a directory"),
         (
             {"replica_slot": 2},

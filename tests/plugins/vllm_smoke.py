@@ -30,6 +30,7 @@ SHARED_GPU = ("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(
 ALONE = ("--gpu-memory-utilization", "0.6")
 FEW_GRAPHS = ("--max-cudagraph-capture-size", "32")
 MEGAKERNEL = {"executor": "megakernel", "timeout_s": 40}
+OPEN = MEGAKERNEL | {"gate": None}  # small batches move replicas too
 LONG = " ".join(PROMPTS[:3]) * 12  # more than a block of rows for most experts
 ENOUGH_EQUAL = 0.8
 """Share of first tokens that have to agree: where two tokens are nearly as likely, BF16 may choose either."""
@@ -55,9 +56,9 @@ class Run:
 GROUPS = (
     (
         Run("stock", False, (*DATA, *SHARED_GPU, "--enforce-eager"), None),
-        Run("eager", False, (*DATA, *SHARED_GPU, "--enforce-eager"), MEGAKERNEL),
+        Run("eager", False, (*DATA, *SHARED_GPU, "--enforce-eager"), OPEN),
         Run("tiny-stock", True, (*DATA, *SHARED_GPU, "--enforce-eager"), None),
-        Run("tiny", True, (*DATA, *SHARED_GPU, "--enforce-eager"), MEGAKERNEL | {"replica_slots": 3}),
+        Run("tiny", True, (*DATA, *SHARED_GPU, "--enforce-eager"), OPEN | {"replica_slots": 3}),
     ),
     (Run("graphs", False, (*DATA, *ALONE, *FEW_GRAPHS), MEGAKERNEL),),
     (Run("tensor", False, (*TENSOR, *ALONE, *FEW_GRAPHS), MEGAKERNEL),),
