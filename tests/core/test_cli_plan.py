@@ -132,7 +132,7 @@ BAD_OPTIONS = {
     ("--ranks", 2, "--tokens-per-rank", 0, "--top-k", 1): "--tokens-per-rank = 0 is not allowed; allowed: an integer",
     ("--ranks", 2, "--tokens-per-rank", 8, "--top-k", 0): "--top-k = 0 is not allowed; allowed: an integer",
     ("--ranks", 2, "--gate", "{"): "--gate = '{' is not allowed; allowed: a JSON object",
-    ("--ranks", 2, "--gate", "{}"): "--gate = {} is not allowed; allowed: null or integers block_ns, replica_ns",
+    ("--ranks", 2, "--gate", "{}"): "--gate = {} is not allowed; allowed: auto, null, integers block_ns, replica_ns",
     ("--ranks", 2, "--transfer-cost-blocks", -1): "--transfer-cost-blocks = -1 is not allowed; allowed: an integer",
 }
 
