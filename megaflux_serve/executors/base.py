@@ -33,10 +33,12 @@ class Executor(ABC):
     hold one element a local rank, in the order of ``local_ranks``.
 
     Attributes:
+        kind: the option that asks for it.
         num_ranks: P.
         local_ranks: the ranks that this process holds, ascending.
     """
 
+    kind: str
     num_ranks: int
     local_ranks: Sequence[int]
 

@@ -75,10 +75,12 @@ class DeviceExecutor(ABC):
     """Makes layers that plan by themselves.
 
     Attributes:
+        kind: the option that asks for it.
         num_ranks: P.
         local_ranks: the ranks that this process holds, ascending.
     """
 
+    kind: str
     num_ranks: int
     local_ranks: Sequence[int]
 

@@ -24,6 +24,8 @@ class ReferenceExecutor(Executor):
         num_ranks: P, at least 1.
     """
 
+    kind = "reference"
+
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.local_ranks = range(num_ranks)

@@ -40,6 +40,8 @@ class StagedExecutor(Executor):
         PeerTimeoutError: from every method, when a peer did not answer in time. The group cannot be used afterwards.
     """
 
+    kind = "staged"
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device | str = "cpu", timeout_s: float = 300.0) -> None:
         self.group, self.device, self.timeout_s = group, torch.device(device), timeout_s
         self.num_ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)

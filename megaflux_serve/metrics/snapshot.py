@@ -7,7 +7,11 @@ the mode they are in. Knows neither engines nor names of metrics.
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,8 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.durable import write_atomically
 from megaflux_serve.errors import InputError
+from megaflux_serve.executors import DeviceExecutor, Executor
 from megaflux_serve.planning.totals import totals_map
 
 FOLDER_VARIABLE = "MEGAFLUX_METRICS_DIR"
@@ -48,6 +54,20 @@ class Worker:
     executor: str
     sticky: bool
     gate: bool
+
+    @classmethod
+    def of(
+        cls,
+        engine: str,
+        engine_version: str,
+        model: str,
+        rank: int,
+        executor: Executor | DeviceExecutor,
+        options: MegaFluxConfig,
+    ) -> Worker:
+        """The worker that an executor and its options make; see the attributes."""
+        switches = options.sticky, options.gate_costs is not None
+        return cls(engine, engine_version, model, rank, executor.num_ranks, executor.kind, *switches)
 
 
 @dataclass(frozen=True)
@@ -136,6 +156,21 @@ class Snapshot:
         write_atomically(folder / f"rank-{self.worker.rank}{SUFFIX}", self.encode())
 
 
+def name_folder() -> Path:
+    """The folder that ``FOLDER_VARIABLE`` names; a new one in memory that ends with this process, if it names none."""
+    if FOLDER_VARIABLE not in os.environ:
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # no disk is worth writing to every second
+        folder, owner = tempfile.mkdtemp(prefix="megaflux-metrics-", dir=memory), os.getpid()
+
+        def remove() -> None:
+            if os.getpid() == owner:  # a forked child ends earlier
+                shutil.rmtree(folder, ignore_errors=True)
+
+        atexit.register(remove)
+        os.environ[FOLDER_VARIABLE] = folder
+    return Path(os.environ[FOLDER_VARIABLE])
+
+
 def read_snapshots(folder: Path) -> list[Snapshot]:
     """The snapshots in a folder, by rank.
 
@@ -147,4 +182,4 @@ def read_snapshots(folder: Path) -> list[Snapshot]:
     return sorted(found, key=lambda snapshot: snapshot.worker.rank)
 
 
-__all__ = ["FOLDER_VARIABLE", "LayerInfo", "Snapshot", "Worker", "read_snapshots"]
+__all__ = ["FOLDER_VARIABLE", "LayerInfo", "Snapshot", "Worker", "name_folder", "read_snapshots"]

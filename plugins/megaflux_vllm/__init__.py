@@ -18,7 +18,7 @@ def register() -> None:
     """
     import logging
 
-    from megaflux_vllm import backend_name, capture, checks, cpu_router, layer, versions
+    from megaflux_vllm import backend_name, capture, checks, cpu_router, layer, metrics, versions
 
     version = versions.engine_version()
     if not versions.is_supported(version):
@@ -28,6 +28,7 @@ def register() -> None:
     backend_name.accept()
     checks.check_before_weights_load()
     capture.install()
+    metrics.install()
     layer.replace_routed_experts()
     cpu_router.provide_missing_operators()
     versions.check_hooks_took(version)

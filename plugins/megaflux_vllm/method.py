@@ -109,6 +109,8 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
         )
         if self.replicated_moe.on_device is not None:  # before vLLM measures memory and captures graphs
             self.replicated_moe.on_device.prepare(self.moe.experts_per_token)
+        if self.context.meter is not None:
+            self.context.meter.watch(self.replicated_moe, self.moe.experts_per_token)
 
     def weights_updated(self) -> None:
         """Have every rank forget its resident replicas before the next batch."""

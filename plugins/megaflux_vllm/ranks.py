@@ -19,11 +19,13 @@ from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError, InputError
 from megaflux_serve.executors import DeviceExecutor, Executor, select_executor
 from megaflux_serve.layer import Observer
+from megaflux_serve.metrics.meter import Meter
 from megaflux_serve.plan_log import PlanLog
 from megaflux_serve.slots import IntArray, SlotLayout
 from megaflux_serve.workspace import ExpertWeights, Workspace
 from megaflux_vllm.checks import megaflux_config, option_error
 from megaflux_vllm.failures import watch_failures
+from megaflux_vllm.metrics import worker_meter
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -39,12 +41,14 @@ class RankContext:
         executor: drives this rank.
         workspace: where replica slots come from.
         observers: the plan log, on rank 0 and if one is asked for.
+        meter: adds up what the layers do, where somebody asks for metrics.
     """
 
     options: MegaFluxConfig
     executor: Executor | DeviceExecutor
     workspace: Workspace
     observers: list[Observer]
+    meter: Meter | None
 
     def home_weights(self, layout: SlotLayout, hidden: int, intermediate: int, dtype: torch.dtype) -> ExpertWeights:
         """Memory for the weights of one layer's E/P experts, on the device that vLLM builds the model for."""
@@ -71,7 +75,8 @@ def rank_context() -> RankContext:
 
     group = get_ep_group()
     if group not in _contexts:
-        options = megaflux_config(get_current_vllm_config().additional_config)
+        config = get_current_vllm_config()
+        options = megaflux_config(config.additional_config)
         try:
             executor = select_executor(options, group.world_size, group.device_group, current_platform.device_type)
         except ConfigError as error:
@@ -80,7 +85,8 @@ def rank_context() -> RankContext:
             watch_failures(executor)
         workspace = Workspace(options.replica_slots if group.world_size > 1 else 0, options.sticky)
         logs = [PlanLog(options.plan_log)] if options.plan_log is not None and group.rank_in_group == 0 else []
-        _contexts[group] = RankContext(options, executor, workspace, [*logs])
+        meter = worker_meter(options, executor, group.rank_in_group, config)
+        _contexts[group] = RankContext(options, executor, workspace, [*logs], meter)
     return _contexts[group]
 
 

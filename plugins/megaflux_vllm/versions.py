@@ -40,12 +40,13 @@ def check_hooks_took(version: str) -> None:
     Raises:
         UnsupportedError: naming the hook that did not take.
     """
-    from megaflux_vllm import backend_name, capture, checks, layer
+    from megaflux_vllm import backend_name, capture, checks, layer, metrics
 
     hooks = {
         "the name of the backend": backend_name.is_accepted(),
         "checks before weights load": checks.is_installed(),
         "capture of routes": capture.is_installed(),
+        "metrics of layers": metrics.is_installed(),
         "the layer of routed experts": layer.is_replaced(),
     }
     missing = [what for what, took in hooks.items() if not took]

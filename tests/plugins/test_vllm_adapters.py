@@ -229,7 +229,7 @@ def loaded_layer(
     monkeypatch: pytest.MonkeyPatch, executor: Executor | DeviceExecutor
 ) -> tuple[method.MegaFluxMoEMethod, Layer]:
     """A layer of 8 experts on one rank, its weights loaded."""
-    context = ranks.RankContext(MegaFluxConfig(block_rows=4), executor, Workspace(0), [])
+    context = ranks.RankContext(MegaFluxConfig(block_rows=4), executor, Workspace(0), [], None)
     monkeypatch.setattr(method, "rank_context", lambda: context)
     monkeypatch.setattr(RowShard, "of", lambda moe: RowShard(1, 0))
     with set_current_vllm_config(VllmConfig()):

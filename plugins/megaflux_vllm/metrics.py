@@ -1,0 +1,114 @@
+"""Metrics in vLLM: the layers' series on the server's own ``/metrics``.
+
+Decides where vLLM's processes meet: the front end of a server makes a folder and names it in the environment, which
+every process that it starts inherits; workers write their snapshots there, and each registry that answers ``/metrics``
+reads them. vLLM's own metrics, and whether they are in multiprocess mode, stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from megaflux_vllm.backend_name import BACKEND
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from megaflux_serve.config import MegaFluxConfig
+    from megaflux_serve.executors import DeviceExecutor, Executor
+    from megaflux_serve.metrics.meter import Meter
+
+GET_REGISTRY = "get_prometheus_registry"
+PUBLISH_S = 1.0
+
+_with_layers: WeakSet[CollectorRegistry] = WeakSet()
+
+
+def install() -> None:
+    """Hook the front end; a server that does not use the backend, or not the option ``metrics``, stays as it is."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.metrics import prometheus
+
+    if is_installed():
+        return
+    EngineArgs.create_engine_config = _naming_a_folder(EngineArgs.create_engine_config)
+    original = prometheus.get_prometheus_registry
+    hooked = _adding_layers(original)
+    for name, module in list(sys.modules.items()):  # whoever has imported the function holds it under its name
+        if name.startswith("vllm.") and getattr(module, GET_REGISTRY, None) is original:
+            setattr(module, GET_REGISTRY, hooked)
+
+
+def is_installed() -> bool:
+    """Whether registries get the layers' series."""
+    from vllm.v1.metrics import prometheus
+
+    return hasattr(prometheus.get_prometheus_registry, "adds_megaflux_layers")
+
+
+def worker_meter(
+    options: MegaFluxConfig, executor: Executor | DeviceExecutor, rank: int, config: VllmConfig
+) -> Meter | None:
+    """The meter of this worker, which publishes from now on; None where nobody asks for metrics.
+
+    Args:
+        options: with the executor that runs.
+        executor: runs the layers.
+        rank: expert-parallel rank of this process.
+        config: vLLM's configuration.
+    """
+    from megaflux_serve.metrics.meter import Meter
+    from megaflux_serve.metrics.snapshot import FOLDER_VARIABLE, Worker
+    from megaflux_vllm.versions import engine_version
+
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not options.metrics or folder is None:
+        return None
+    worker = Worker.of("vllm", engine_version(), config.model_config.served_model_name, rank, executor, options)
+    meter = Meter(worker, executor)
+    meter.publish_every(PUBLISH_S, Path(folder))
+    return meter
+
+
+def _naming_a_folder(create: Any) -> Any:
+    @functools.wraps(create)
+    def create_engine_config(self: EngineArgs, usage_context: Any = None, *args: Any, **kwargs: Any) -> VllmConfig:
+        from vllm.usage.usage_lib import UsageContext
+
+        from megaflux_serve.metrics.snapshot import name_folder
+        from megaflux_vllm.checks import megaflux_config
+
+        config: VllmConfig = create(self, usage_context, *args, **kwargs)
+        serves = usage_context is UsageContext.OPENAI_API_SERVER  # an offline engine has no /metrics
+        if serves and config.kernel_config.moe_backend == BACKEND and megaflux_config(config.additional_config).metrics:
+            name_folder()
+        return config
+
+    return create_engine_config
+
+
+def _adding_layers(get: Any) -> Any:
+    @functools.wraps(get)
+    def get_prometheus_registry() -> CollectorRegistry:
+        from megaflux_serve.metrics.exporter import LayerCollector
+        from megaflux_serve.metrics.snapshot import FOLDER_VARIABLE
+
+        registry: CollectorRegistry = get()
+        folder = os.environ.get(FOLDER_VARIABLE)
+        if folder is not None and registry not in _with_layers:
+            registry.register(LayerCollector(Path(folder)))
+            _with_layers.add(registry)
+        return registry
+
+    get_prometheus_registry.adds_megaflux_layers = True  # type: ignore[attr-defined]
+    return get_prometheus_registry
+
+
+__all__ = ["install", "is_installed", "worker_meter"]
