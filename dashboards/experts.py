@@ -40,7 +40,8 @@ def _ranks() -> list[object]:
             Query(load("fixed", "layer", "rank")),
             row="layer",
             column="rank",
-            width=12,
+            minimum=0.5,
+            maximum=1.5,
         ),
         matrix(
             "With replicas",
@@ -49,7 +50,8 @@ def _ranks() -> list[object]:
             Query(load("planned", "layer", "rank")),
             row="layer",
             column="rank",
-            width=12,
+            minimum=0.5,
+            maximum=1.5,
         ),
     ]
 
@@ -62,6 +64,7 @@ def _courses() -> list[object]:
             "Layers that are hot, and when.",
             RATIO,
             Query(over(busiest, rate(m.MEAN_RANK_BLOCKS, "layer"), "layer"), "layer {{layer}}"),
+            minimum=1.0,
         ),
         graph(
             "Load of each rank with replicas",

@@ -20,7 +20,7 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 DATA_SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 RATIO, SHARE, COUNT, PER_S = "none", "percentunit", "short", "suffix:/s"
 SECONDS, BYTES, BYTES_PER_S = "s", "bytes", "binBps"
-HEIGHT, FIGURE_HEIGHT = 8, 4
+HEIGHT, FIGURE_HEIGHT = 8, 3
 
 Panel = Any  # every builder of a panel has build(), id(), height() and span(); the SDK has no common class for them
 
@@ -99,8 +99,19 @@ def bars(title: str, meaning: str, unit: str, query: Query, *, width: int = 8, h
     )
 
 
-def matrix(title: str, meaning: str, unit: str, query: Query, *, row: str, column: str, width: int = 24) -> Panel:
-    """The newest values as a coloured table: label ``row`` down, label ``column`` across."""
+def matrix(
+    title: str,
+    meaning: str,
+    unit: str,
+    query: Query,
+    *,
+    row: str,
+    column: str,
+    minimum: float,
+    maximum: float,
+    width: int = 12,
+) -> Panel:
+    """The newest values as a coloured table: label ``row`` down, label ``column`` across; the range of the colours."""
     panel = (
         table.Panel()
         .with_transformation(
@@ -112,29 +123,31 @@ def matrix(title: str, meaning: str, unit: str, query: Query, *, row: str, colum
         .cell_options(common_models.TableColoredBackgroundCellOptions())
         .color_scheme(board.FieldColor().mode(models.FieldColorModeId.CONTINUOUS_BL_YL_RD))
         .decimals(2)
+        .min(minimum)
+        .max(maximum)
     )
     return finish(panel, title, meaning, unit, [query], width, HEIGHT + 4, instant=True)
 
 
-def over_time(title: str, meaning: str, unit: str, query: Query, *, width: int = 12) -> Panel:
-    """A heat map: time across, one row a series, colour for the value."""
+def over_time(title: str, meaning: str, unit: str, query: Query, *, minimum: float, width: int = 12) -> Panel:
+    """A heat map: time across, one row a series, colour for the value from ``minimum`` upwards."""
     panel = (
         heatmap.Panel()
         .calculate(False)
-        .color(heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("YlOrRd").steps(64))
+        .color(heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("YlOrRd").steps(64).min(minimum))
         .rows_frame(heatmap.RowsHeatmapOptions().value(title))
         .cell_values(heatmap.CellValues().unit(unit).decimals(2))
         .show_color_scale(True)
     )
-    return finish(panel, title, meaning, unit, [query], width, HEIGHT + 2)
+    return finish(panel, title, meaning, unit, [query], width, HEIGHT)
 
 
-def facts(title: str, meaning: str, query: Query, labels: Sequence[str], *, width: int = 12) -> Panel:
+def facts(title: str, meaning: str, query: Query, labels: Sequence[str], *, width: int = 24) -> Panel:
     """A table of labels, one line a series."""
     panel = table.Panel().with_transformation(
         models.DataTransformerConfig(id_val="filterFieldsByName", options={"include": {"names": list(labels)}})
     )
-    return finish(panel, title, meaning, "short", [query], width, HEIGHT, instant=True)
+    return finish(panel, title, meaning, "short", [query], width, HEIGHT - 2, instant=True)
 
 
 def finish(

@@ -7,21 +7,30 @@ for documents and for those who have no Grafana. Panels lie where the dashboard 
 from __future__ import annotations
 
 import io
-import textwrap
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any, Protocol
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter, date2num
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from numpy.typing import NDArray
 
 from dashboards.queries import filled, named, panels, targets
 
 COLUMNS, COLUMN_IN, ROW_IN, TITLE_IN = 24, 0.6, 0.36, 0.6
-LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 0.62, 0.16, 0.36, 0.56  # room inside a panel for ticks, title and legend
+GAP_IN = 0.05  # between the frames of panels
+ROOM_IN = {
+    "default": (0.66, 0.2, 0.4, 0.6),
+    "stat": (0.2, 0.1, 0.5, 0.15),
+    "table": (0.66, 0.2, 0.4, 0.3),
+    "bargauge": (2.3, 0.3, 0.4, 0.45),
+}
+"""Left, right, top and bottom inside the frame, by kind of panel: for ticks, names, title and legend."""
 MAX_NAMES, MAX_NAME = 8, 34
 DATES = timezone.utc
 
@@ -63,9 +72,13 @@ def draw(dashboard: dict[str, Any], prometheus: Answers, start: float, end: floa
             middle = TITLE_IN + (panel["gridPos"]["y"] + 0.5) * ROW_IN
             write(0.1, middle, panel["title"], fontsize=11, weight="bold", color="#444444")
     for panel in panels(dashboard):
-        axes = figure.add_axes(inside(panel["gridPos"], width, height))
-        title = textwrap.wrap(panel["title"], int(panel["gridPos"]["w"] * 6))
-        axes.set_title("\n".join(title), fontsize=8.5, loc="left", pad=4)
+        left, top, wide, high = frame(panel)
+        corner = (left / width, 1 - (top + high) / height)
+        figure.patches.append(
+            Rectangle(corner, wide / width, high / height, transform=figure.transFigure, fill=False, ec="#dddddd")
+        )
+        write(left + 0.12, top + 0.18, panel["title"], fontsize=8.5)
+        axes = figure.add_axes(inside(panel, width, height))
         answers = ask(dashboard, panel, prometheus, start, end, interval)
         if any(series for _, series in answers):
             KINDS[panel["type"]](axes, panel, answers)
@@ -77,12 +90,24 @@ def draw(dashboard: dict[str, Any], prometheus: Answers, start: float, end: floa
     return png.getvalue()
 
 
-def inside(place: dict[str, int], width: float, height: float) -> tuple[float, float, float, float]:
+def frame(panel: dict[str, Any]) -> tuple[float, float, float, float]:
+    """Left, top, width and height of a panel in inches, from the figure's upper left corner."""
+    place = panel["gridPos"]
+    left, top = place["x"] * COLUMN_IN + GAP_IN, TITLE_IN + place["y"] * ROW_IN + GAP_IN
+    return left, top, place["w"] * COLUMN_IN - 2 * GAP_IN, place["h"] * ROW_IN - 2 * GAP_IN
+
+
+def inside(panel: dict[str, Any], width: float, height: float) -> tuple[float, float, float, float]:
     """Where a panel's axes lie, in fractions of the figure."""
-    left, top = place["x"] * COLUMN_IN + LEFT_IN, TITLE_IN + place["y"] * ROW_IN + TOP_IN
-    wide = place["w"] * COLUMN_IN - LEFT_IN - RIGHT_IN
-    high = max(place["h"] * ROW_IN - TOP_IN - BOTTOM_IN, 0.2)
-    return left / width, 1 - (top + high) / height, wide / width, high / height
+    left, top, wide, high = frame(panel)
+    room_left, room_right, room_top, room_bottom = ROOM_IN.get(panel["type"], ROOM_IN["default"])
+    bottom = top + high - room_bottom
+    return (
+        (left + room_left) / width,
+        1 - bottom / height,
+        (wide - room_left - room_right) / width,
+        (high - room_top - room_bottom) / height,
+    )
 
 
 def ask(
@@ -154,13 +179,8 @@ def dates(axes: Axes) -> None:
 def draw_lines(axes: Axes, panel: dict[str, Any], answers: Sequence[Answer]) -> None:
     lines = flat(answers)
     factor, unit = scale(panel, all_values(lines))
-    for name, one in lines:
-        axes.plot(
-            [date2num(datetime.fromtimestamp(t, DATES)) for t in one.times],
-            np.multiply(one.values, factor),
-            lw=1.2,
-            label=name,
-        )
+    is_stacked = panel["fieldConfig"]["defaults"]["custom"].get("stacking", {}).get("mode") == "normal"
+    handles = (stack if is_stacked else plot)(axes, lines, factor)
     axes.set_ylabel(unit, fontsize=7)
     if panel["fieldConfig"]["defaults"].get("min") == 0:
         axes.set_ylim(bottom=0)
@@ -171,14 +191,39 @@ def draw_lines(axes: Axes, panel: dict[str, Any], answers: Sequence[Answer]) -> 
         shown[-1] += f" and {len(lines) - MAX_NAMES} more"
     if any(shown):
         axes.legend(
-            axes.get_lines()[:MAX_NAMES],
+            handles[:MAX_NAMES],
             shown,
             fontsize=6,
             ncols=min(len(shown), 4),
             frameon=False,
             loc="upper center",
-            bbox_to_anchor=(0.5, -0.12),
+            bbox_to_anchor=(0.5, -0.1),
         )
+
+
+def plot(axes: Axes, lines: Sequence[tuple[str, Any]], factor: float) -> list[Artist]:
+    """Each series as a line."""
+    return [axes.plot(dated(one.times), np.multiply(one.values, factor), lw=1.2)[0] for _, one in lines]
+
+
+def stack(axes: Axes, lines: Sequence[tuple[str, Any]], factor: float) -> list[Artist]:
+    """Series on top of each other; one that has no value at a time counts as 0 there."""
+    times, grid = table_of(lines, factor)
+    return list(axes.stackplot(dated(times), np.nan_to_num(grid), alpha=0.75))
+
+
+def table_of(lines: Sequence[tuple[str, Any]], factor: float) -> tuple[list[float], NDArray[np.float64]]:
+    """All times, and a row of values a series, NaN where it has none."""
+    times = sorted({t for _, one in lines for t in one.times})
+    grid = np.full((len(lines), len(times)), np.nan)
+    for row, (_, one) in zip(grid, lines, strict=True):
+        row[np.searchsorted(times, one.times)] = np.multiply(one.values, factor)
+    return times, grid
+
+
+def dated(times: Sequence[float]) -> list[float]:
+    """Unix times as matplotlib's dates."""
+    return [date2num(datetime.fromtimestamp(t, DATES)) for t in times]
 
 
 def draw_figure(axes: Axes, panel: dict[str, Any], answers: Sequence[Answer]) -> None:
@@ -187,7 +232,9 @@ def draw_figure(axes: Axes, panel: dict[str, Any], answers: Sequence[Answer]) ->
     factor, unit = scale(panel, last)
     axes.set_axis_off()
     text = "\n".join(f"{name} {readable(v * factor, unit)}".strip() for (name, _), v in zip(lines, last, strict=True))
-    axes.text(0.0, 0.3, text, fontsize=17 if len(lines) == 1 else 9, weight="bold", transform=axes.transAxes)
+    axes.text(
+        0.0, 0.45, text, va="center", fontsize=17 if len(lines) == 1 else 9, weight="bold", transform=axes.transAxes
+    )
 
 
 def draw_bars(axes: Axes, panel: dict[str, Any], answers: Sequence[Answer]) -> None:
@@ -219,9 +266,10 @@ def draw_matrix(axes: Axes, panel: dict[str, Any], series: Sequence[Any], option
     for one in series:
         grid[rows.index(one.labels[row]), columns.index(one.labels[column])] = one.values[-1]
     factor, unit = scale(panel, list(grid.ravel()))
-    image = axes.imshow(grid * factor, aspect="auto", cmap="YlOrRd")
+    limits = panel["fieldConfig"]["defaults"]
+    image = axes.imshow(grid * factor, aspect="auto", cmap="RdYlBu_r", vmin=limits.get("min"), vmax=limits.get("max"))
     for (i, j), value in np.ndenumerate(grid * factor):
-        dark = np.isfinite(value) and image.norm(value) > 0.6
+        dark = np.isfinite(value) and abs(image.norm(value) - 0.5) > 0.35
         axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if dark else "black")
     axes.set_yticks(range(len(rows)), rows, fontsize=6)
     axes.set_xticks(range(len(columns)), [f"{column} {name}" for name in columns], fontsize=7)
@@ -232,20 +280,17 @@ def draw_facts(axes: Axes, series: Sequence[Any], labels: Sequence[str]) -> None
     """A table of labels."""
     axes.set_axis_off()
     cells = sorted({tuple(one.labels.get(label, "") for label in labels) for one in series})
-    table = axes.table(cells, colLabels=list(labels), loc="upper left", cellLoc="left")
+    table = axes.table(cells, colLabels=list(labels), loc="upper left", cellLoc="left", edges="horizontal")
     table.auto_set_font_size(False)
-    table.set_fontsize(7)
+    table.set_fontsize(7.5)
 
 
 def draw_heat(axes: Axes, panel: dict[str, Any], answers: Sequence[Answer]) -> None:
     lines = sorted(flat(answers), key=lambda line: natural(line[0]))
     factor, unit = scale(panel, all_values(lines))
-    times = sorted({t for _, one in lines for t in one.times})
-    grid = np.full((len(lines), len(times)), np.nan)
-    for i, (_, one) in enumerate(lines):
-        grid[i, np.searchsorted(times, one.times)] = np.multiply(one.values, factor)
-    dated = [date2num(datetime.fromtimestamp(t, DATES)) for t in times]
-    image = axes.pcolormesh(dated, range(len(lines)), grid, cmap="YlOrRd", shading="nearest")
+    times, grid = table_of(lines, factor)
+    lowest = panel["options"]["color"].get("min")
+    image = axes.pcolormesh(dated(times), range(len(lines)), grid, cmap="YlOrRd", shading="nearest", vmin=lowest)
     axes.set_yticks(range(len(lines)), [name for name, _ in lines], fontsize=6)
     dates(axes)
     bar = axes.figure.colorbar(image, ax=axes, pad=0.01)

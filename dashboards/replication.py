@@ -116,6 +116,7 @@ def _won() -> list[object]:
             "Its blocks without replicas over those with them.",
             RATIO,
             Query(over(fixed, planned, "layer"), "layer {{layer}}"),
+            minimum=1.0,
             width=8,
         ),
         graph(

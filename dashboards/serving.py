@@ -176,27 +176,23 @@ def _state() -> list[object]:
             BYTES,
             [Query(f"max by (use) ({select(m.MEMORY)})", "{{use}}")],
             stacked=True,
-            width=6,
         ),
         graph(
             "Waits that timed out",
             "Since the server started, by what was waited for. After one, the server cannot go on.",
             COUNT,
             [Query(total(m.WAIT_TIMEOUTS, "phase"), "{{phase}}")],
-            width=6,
         ),
         graph(
             "Age of the last report",
             "Workers report once a second; one that is silent is stuck or gone.",
             SECONDS,
             [Query(f"time() - min by (rank) ({select(m.LAST_REPORT)})", "rank {{rank}}")],
-            width=6,
         ),
         facts(
             "Workers",
             "What each worker runs.",
             Query(select(m.BUILD_INFO)),
             ["rank", "engine", "engine_version", "version", "executor", "sticky", "gate"],
-            width=6,
         ),
     ]
