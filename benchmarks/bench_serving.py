@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.cases import GPT_OSS
 from benchmarks.harness import ResultRow, RunContext, cpu_name, print_table, write_results
 from benchmarks.serving import agreement, soak
 from benchmarks.serving.backends import BACKENDS, NUM_RANKS, Sizes, engine_spec
@@ -42,9 +44,14 @@ class Run:
         self.context = RunContext.current(device, "torch", "vllm", "numpy")
         self.rows: dict[str, dict[str, list[ResultRow]]] = {}
 
-    def measure(self, model: ServedModel) -> None:
-        """All parts for one model, engines in groups; parts that compare with stock are measured in its group."""
-        options, folder = self.options, self.options.out / "work"
+    def measure(self, model: ServedModel, folder: Path) -> None:
+        """All parts for one model, engines in groups; parts that compare with stock are measured in its group.
+
+        Args:
+            model: to serve.
+            folder: for its configuration and its tables of routes.
+        """
+        options = self.options
         checkpoint = model.write(folder)
         length = options.prompt_tokens
         cases = [PrefillCase(*case) for case in itertools.product(options.batches, options.chunks, options.routings)]
@@ -114,7 +121,7 @@ def _gpu_name() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for results, logs and work files")
+    parser.add_argument("--out", type=Path, required=True, help="folder for results and logs")
     parser.add_argument("--models", nargs="+", choices=MODELS)
     parser.add_argument("--layers", type=int, help="instead of the model's number of layers")
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
@@ -135,12 +142,17 @@ def main() -> None:
     options = parser.parse_args()
     if options.cpu:
         options.models, options.prompt_tokens, options.chunks = ["tiny"], 60, [64, 128]
-        options.running, options.decode_prompt_tokens, options.output_tokens = [1, 4, 8], 16, 17
+        options.running, options.decode_prompt_tokens, options.output_tokens = [1, 4, 8], 16, 65
         options.prompts, options.soak_seconds = 16, min(options.soak_seconds, 10)
+    if not GPT_OSS.is_file() and set(options.routings) - {"balanced"}:
+        print(f"real routings are left out: no {GPT_OSS} (set MEGAFLUX_TRACES)", flush=True)
+        options.routings = ["balanced"]
     run = Run(options)
-    for name in options.models or ["qwen3-30b-a3b", "deepseek-v3-like"]:
-        model = MODELS[name]
-        run.measure(dataclasses.replace(model, layers=options.layers) if options.layers else model)
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in options.models or ["qwen3-30b-a3b", "deepseek-v3-like"]:
+            model = MODELS[name]
+            model = dataclasses.replace(model, layers=options.layers) if options.layers else model
+            run.measure(model, Path(scratch))
     run.show()
 
 

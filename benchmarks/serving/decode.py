@@ -20,18 +20,18 @@ BENCH = "decode"
 
 @dataclass
 class DecodeSamples:
-    """Tokens a second by running requests and backend, of one model.
+    """Seconds by running requests and backend, of one model.
 
     Attributes:
         model: served.
         prompt_tokens, output_tokens: of every request; the first output token counts as prefill.
-        tokens_per_s: the samples.
+        seconds: pairs of samples: until all requests have one token, until they have all.
     """
 
     model: ServedModel
     prompt_tokens: int
     output_tokens: int
-    tokens_per_s: dict[int, dict[str, list[float]]] = field(default_factory=dict)
+    seconds: dict[int, dict[str, list[tuple[float, float]]]] = field(default_factory=dict)
 
     def measure(self, fleet: Fleet, num_running: Sequence[int], repeats: int, chunk: int) -> None:
         """Add the samples of the engines of a fleet; backends take turns.
@@ -39,29 +39,32 @@ class DecodeSamples:
         Args:
             fleet: the engines.
             num_running: requests that run at the same time, over all ranks.
-            repeats: samples a case and backend.
+            repeats: samples a case and backend, after one that warms up.
             chunk: budget of a step.
         """
         draw = random.Random(0)
+        vocabulary, length = self.model.vocabulary, self.prompt_tokens
         for requests in num_running:
-            prompts = [
-                [draw.randrange(self.model.vocabulary) for _ in range(self.prompt_tokens)] for _ in range(requests)
-            ]
-            samples = self.tokens_per_s.setdefault(requests, {})
+            prompts = [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(requests)]
+            samples = self.seconds.setdefault(requests, {})
             for sample in range(repeats + 1):
                 first = fleet.each("batch_seconds", prompts, 1, chunk)
                 whole = fleet.each("batch_seconds", prompts, self.output_tokens, chunk)
-                for backend, seconds in whole.items() if sample else ():  # the first one warms up
-                    rate = requests * (self.output_tokens - 1) / (seconds - first[backend])
-                    samples.setdefault(backend, []).append(rate)
-            rates = " ".join(f"{name} {np.median(values):.0f}" for name, values in samples.items())
-            print(f"  {self.model.name} decode, {requests} running: tokens/s {rates}", flush=True)
+                for backend, seconds in whole.items() if sample else ():
+                    samples.setdefault(backend, []).append((first[backend], seconds))
+            steps = " ".join(f"{name} {1e3 * self.step_s(requests, name):.2f}" for name in samples)
+            print(f"  {self.model.name} decode, {requests} running: ms a step {steps}", flush=True)
+
+    def step_s(self, requests: int, backend: str) -> float:
+        """Seconds in which every running request gets one token: from medians."""
+        first, whole = np.median(self.seconds[requests][backend], axis=0)
+        return float(whole - first) / (self.output_tokens - 1)
 
     def rows(self) -> Iterator[ResultRow]:
         """Throughputs, and ratios to stock vLLM with the same parallelism."""
-        for requests, by_backend in self.tokens_per_s.items():
-            rates = {backend: float(np.median(values)) for backend, values in by_backend.items()}
-            for backend, rate in rates.items():
+        for requests, by_backend in self.seconds.items():
+            step_s = {backend: self.step_s(requests, backend) for backend in by_backend}
+            for backend, seconds in step_s.items():
                 case = {
                     "model": self.model.name,
                     "layers": self.model.layers,
@@ -70,7 +73,7 @@ class DecodeSamples:
                     "output_tokens": self.output_tokens,
                     "backend": backend,
                 }
-                yield ResultRow(BENCH, case, "tokens_per_s", rate, "1/s")
-                yield ResultRow(BENCH, case, "step_ms", 1e3 * requests / rate, "ms")
-                if "stock" in rates and backend != "stock":
-                    yield ResultRow(BENCH, case, "throughput_vs_stock", rate / rates["stock"], "1")
+                yield ResultRow(BENCH, case, "step_ms", 1e3 * seconds, "ms")
+                yield ResultRow(BENCH, case, "tokens_per_s", requests / seconds, "1/s")
+                if "stock" in step_s and backend != "stock":
+                    yield ResultRow(BENCH, case, "throughput_vs_stock", step_s["stock"] / seconds, "1")

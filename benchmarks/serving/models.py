@@ -12,8 +12,11 @@ from pathlib import Path
 
 from megaflux_serve.durable import write_atomically
 
-TRACE_VOCABULARY = 19 * 8192
-"""Token ids of the models for GPUs: the 19 whole windows of 8,192 tokens that the gpt-oss-20b trace has."""
+NUM_WINDOWS = 19
+"""Windows of ``cases.EVENT_TOKENS`` = 8,192 tokens that the gpt-oss-20b trace fills."""
+
+TRACE_VOCABULARY = NUM_WINDOWS * 8192
+"""Token ids of the models for GPUs: one a token of those windows."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import cases
-from benchmarks.serving.models import ServedModel
+from benchmarks.serving.models import NUM_WINDOWS, ServedModel
 from megaflux_serve.errors import ConfigError
 from megaflux_serve.planning import workload
 from megaflux_serve.routing import CountArray, expert_counts
@@ -41,15 +41,18 @@ def route_table(model: ServedModel, routing: str) -> RouteTable:
     Raises:
         InputError: the trace is missing.
     """
-    windows = window_histograms(model.layers)  # [layers, windows, E0]
-    length = model.vocabulary // windows.shape[1]
+    if routing == "balanced":
+        windows = np.ones((model.layers, NUM_WINDOWS, 1), dtype=np.int64)
+    else:
+        windows = window_histograms(model.layers)
+    length = model.vocabulary // NUM_WINDOWS
     table = np.empty((model.layers, model.vocabulary, model.top_k), dtype=np.int16)
     for layer, histograms in enumerate(windows):
         for window, shares in enumerate(expert_shares(histograms, model.experts, routing, layer)):
             counts = workload.scale_counts(shares, length, model.top_k)
-            seed = layer * len(histograms) + window
+            seed = layer * NUM_WINDOWS + window
             table[layer, window * length :][:length] = workload.realise_routes(counts, 1, model.top_k, seed)[0]
-        whole = len(histograms) * length
+        whole = NUM_WINDOWS * length
         table[layer, whole:] = table[layer, : model.vocabulary - whole]
     return table
 
@@ -58,7 +61,7 @@ def window_histograms(num_layers: int) -> NDArray[np.int64]:
     """int64 [layers, windows, E0]: assignments by expert of the trace's model, of layers at even distances."""
     layers = read_trace(cases.GPT_OSS).layers
     chosen = [layers[i * len(layers) // num_layers] for i in range(num_layers)]
-    return np.array([list(layer.batches(cases.EVENT_TOKENS)) for layer in chosen])
+    return np.array([list(layer.batches(cases.EVENT_TOKENS))[:NUM_WINDOWS] for layer in chosen])
 
 
 def expert_shares(histograms: NDArray[np.int64], num_experts: int, routing: str, layer: int) -> NDArray[np.float64]:
@@ -82,19 +85,21 @@ def expert_shares(histograms: NDArray[np.int64], num_experts: int, routing: str,
     return shares[:, np.random.Generator(np.random.PCG64(layer)).permutation(num_experts)]
 
 
-def trace_prompts(model: ServedModel, num_prompts: int, length: int, num_windows: int = 19) -> list[list[int]]:
+def trace_prompts(model: ServedModel, num_prompts: int, length: int) -> list[list[int]]:
     """Token ids of prompts that take the trace's windows in turn, each from its start.
 
     Args:
         model: whose vocabulary is the trace.
         num_prompts: of the batch; beyond the number of windows they repeat.
         length: tokens a prompt, at most a window's ids.
-        num_windows: of the trace.
+
+    Raises:
+        ConfigError: a prompt longer than a window.
     """
-    window = model.vocabulary // num_windows
+    window = model.vocabulary // NUM_WINDOWS
     if length > window:
         raise ConfigError("length", length, f"at most the {window} token ids of a window")
-    starts = [(i % num_windows) * window for i in range(num_prompts)]
+    starts = [(i % NUM_WINDOWS) * window for i in range(num_prompts)]
     return [list(range(start, start + length)) for start in starts]
 
 

@@ -1,0 +1,120 @@
+"""The serving benchmark: tables of routes hold the trace's loads, and metrics say what the samples say."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from benchmarks.cases import GPT_OSS
+from benchmarks.serving import agreement
+from benchmarks.serving.backends import BACKENDS, Sizes, engine_spec, megaflux_options
+from benchmarks.serving.decode import DecodeSamples
+from benchmarks.serving.engine import Completion
+from benchmarks.serving.models import MODELS, NUM_WINDOWS, ServedModel
+from benchmarks.serving.prefill import PrefillCase, PrefillSamples
+from benchmarks.serving.routes import (
+    ROUTINGS,
+    expected_counts,
+    max_over_mean,
+    route_table,
+    trace_prompts,
+    window_histograms,
+)
+from megaflux_serve.config import MegaFluxConfig
+from megaflux_serve.errors import ConfigError
+
+TINY = MODELS["tiny"]
+WIDE = dataclasses.replace(TINY, experts=64, top_k=8, vocabulary=NUM_WINDOWS * 512)
+needs_trace = pytest.mark.skipif(not GPT_OSS.is_file(), reason=f"no {GPT_OSS} (set MEGAFLUX_TRACES)")
+
+
+@pytest.mark.parametrize("routing", [pytest.param(r, marks=() if r == "balanced" else needs_trace) for r in ROUTINGS])
+def test_every_token_has_distinct_experts_and_the_table_is_reproducible(routing: str) -> None:
+    table = route_table(TINY, routing)
+    assert table.shape == (TINY.layers, TINY.vocabulary, TINY.top_k)
+    assert (np.diff(np.sort(table, axis=2)) > 0).all()
+    assert 0 <= table.min() <= table.max() < TINY.experts
+    assert np.array_equal(table, route_table(TINY, routing))
+
+
+def test_balanced_routes_load_every_expert_alike() -> None:
+    counts = expected_counts(route_table(WIDE, "balanced"), trace_prompts(WIDE, NUM_WINDOWS, 512), WIDE.experts)
+    assert (counts == NUM_WINDOWS * 512 * WIDE.top_k // WIDE.experts).all()
+
+
+@needs_trace
+def test_a_window_has_the_loads_of_the_trace_resized() -> None:
+    table, length = route_table(WIDE, "real-hot-rank"), 512
+    for layer, histograms in enumerate(window_histograms(WIDE.layers)):
+        order = np.argsort(-histograms.sum(axis=0), kind="stable")
+        for window, histogram in enumerate(histograms):
+            counts = np.bincount(table[layer, window * length :][:length].ravel(), minlength=WIDE.experts)
+            wanted = np.repeat(histogram[order] / 2, 2) / histogram.sum() * length * WIDE.top_k  # 32 experts become 64
+            assert np.abs(counts - wanted).max() < 1 or wanted.max() > length  # only a cap changes shares
+
+
+@needs_trace
+def test_hot_experts_on_one_rank_are_the_same_loads_on_other_homes() -> None:
+    prompts = trace_prompts(WIDE, NUM_WINDOWS, 512)
+    real, hot = route_table(WIDE, "real"), route_table(WIDE, "real-hot-rank")
+    for a, b in zip(expected_counts(real, prompts, 64), expected_counts(hot, prompts, 64), strict=True):
+        assert np.abs(np.sort(a) - np.sort(b)).max() <= NUM_WINDOWS  # a row a window, by rounding
+    assert 1.0 < max_over_mean(real, prompts, 64, 2) < max_over_mean(hot, prompts, 64, 2) < 2.0
+
+
+def test_prompts_take_the_windows_in_turn_and_fit_them() -> None:
+    prompts = trace_prompts(TINY, NUM_WINDOWS + 1, 60)
+    assert prompts[1] == list(range(64, 124))
+    assert prompts[NUM_WINDOWS] == prompts[0]
+    with pytest.raises(ConfigError, match="at most the 64 token ids"):
+        trace_prompts(TINY, 1, 65)
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=lambda model: model.name)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_options_of_every_backend_are_valid_for_every_model(backend: str, model: ServedModel, tmp_path) -> None:
+    for is_cpu in (False, True):
+        arguments = engine_spec(backend, model, tmp_path, tmp_path, Sizes(is_cpu=is_cpu)).arguments
+        if backend.startswith("stock"):
+            assert "moe_backend" not in arguments
+        else:
+            options = MegaFluxConfig.parse(arguments["additional_config"]["megaflux"])
+            assert options.slot_layout(model.experts, 2).num_replica_slots == options.replica_slots
+            assert (options.replica_slots == 0) == (backend == "fixed")
+    assert megaflux_options("staged", model) == megaflux_options("pipelined", model) | {"transfer": "staged"}
+
+
+def test_prefill_compares_medians_with_fixed_and_the_faster_stock() -> None:
+    samples = PrefillSamples(TINY, prompt_tokens=60)
+    case = PrefillCase(8, 128, "real")
+    samples.skew[case] = 1.25
+    samples.seconds[case] = {"stock": [0.4, 0.6, 9.0], "stock-tp": [0.5], "fixed": [0.3], "sticky": [0.2, 0.25, 0.1]}
+    values = {(row.case.get("backend"), row.metric): row.value for row in samples.rows()}
+    assert values["stock", "latency_ms"] == 600
+    assert values["sticky", "speedup_over_fixed"] == pytest.approx(1.5)
+    assert values["sticky", "speedup_over_stock"] == pytest.approx(2.5)
+    assert values["fixed", "speedup_over_stock"] == pytest.approx(5 / 3)
+    assert ("stock", "speedup_over_stock") not in values
+    assert values[None, "fixed_max_over_mean"] == 1.25
+
+
+def test_decode_leaves_the_first_token_out() -> None:
+    samples = DecodeSamples(TINY, prompt_tokens=16, output_tokens=11)
+    samples.seconds[4] = {"stock": [(0.1, 0.3)] * 3, "sticky": [(0.2, 0.3), (0.1, 0.2), (0.5, 9.0)]}
+    values = {(row.case["backend"], row.metric): row.value for row in samples.rows()}
+    assert values["stock", "step_ms"] == pytest.approx(20)
+    assert values["stock", "tokens_per_s"] == pytest.approx(200)
+    assert values["sticky", "throughput_vs_stock"] == pytest.approx(2)
+
+
+def test_log_probabilities_are_compared_where_both_saw_the_same_tokens() -> None:
+    reference = [Completion((1, 2, 3), (-1.0, -2.0, -3.0)), Completion((4, 5, 6), (-1.0, -1.0, -1.0))]
+    other = [Completion((1, 2, 3), (-1.0, -2.0, -3.5)), Completion((4, 9, 6), (-1.25, -7.0, -1.0))]
+    metrics = {name: value for name, (value, _) in agreement.compare(reference, other).items()}
+    assert metrics["answers_equal_pct"] == 50
+    assert metrics["first_token_equal_pct"] == 100
+    assert metrics["next_token_equal_pct"] == pytest.approx(100 * 4 / 5)
+    assert metrics["logprob_difference_max"] == 0.5
+    assert metrics["logprob_difference_median"] == pytest.approx(0.125)
