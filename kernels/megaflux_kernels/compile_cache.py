@@ -11,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +25,24 @@ CACHE_VARIABLE = "MEGAFLUX_KERNEL_CACHE"
 """Environment variable that names the directory; default ``~/.cache/megaflux/kernels``."""
 
 _loaded: dict[str, Any] = {}
+
+
+@dataclass
+class CacheUse:
+    """What getting kernels ready took in this process.
+
+    Attributes:
+        compiled: kernels that were compiled.
+        loaded: kernels that came from disk.
+        seconds: for both.
+    """
+
+    compiled: int = 0
+    loaded: int = 0
+    seconds: float = 0.0
+
+
+cache_use = CacheUse()
 
 
 def cache_directory() -> Path:
@@ -87,14 +107,17 @@ def cached(compile_kernel: Callable[[], Any], kernel: str, *choices: object) -> 
     key = key_of(kernel, *choices)
     if key in _loaded:
         return _loaded[key]
-    path = cache_directory() / f"{key}.o"
+    path, begin = cache_directory() / f"{key}.o", time.perf_counter()
     if path.exists():
         from cutlass.runtime import load_module
 
         _loaded[key] = load_module(str(path))[kernel]
+        cache_use.loaded += 1
     else:
         _loaded[key] = compile_kernel()
         store(path, _loaded[key].dump_to_object(kernel))
+        cache_use.compiled += 1
+    cache_use.seconds += time.perf_counter() - begin
     return _loaded[key]
 
 
@@ -108,4 +131,4 @@ def store(path: Path, content: bytes) -> None:
     temporary.replace(path)
 
 
-__all__ = ["CACHE_VARIABLE", "cache_directory", "cached", "key_of", "store"]
+__all__ = ["CACHE_VARIABLE", "CacheUse", "cache_directory", "cache_use", "cached", "key_of", "store"]

@@ -109,6 +109,7 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
         )
         if self.replicated_moe.on_device is not None:  # before vLLM measures memory and captures graphs
             self.replicated_moe.on_device.prepare(self.moe.experts_per_token)
+        self.context.startup.add(self.replicated_moe)
         if self.context.meter is not None:
             self.context.meter.watch(self.replicated_moe, self.moe.experts_per_token)
 
@@ -139,6 +140,7 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
             shared_experts: not used.
             shared_experts_input: not used.
         """
+        self.context.startup.tell()
         moe = self.home_weights_checked(layer)
         ids = route_padding(topk_ids, self.layout.num_experts)
         batch = RoutingBatch(self.rows.take(x), self.rows.take(ids), self.rows.take(topk_weights.float()))

@@ -26,6 +26,7 @@ from megaflux_serve.workspace import ExpertWeights, Workspace
 from megaflux_vllm.checks import megaflux_config, option_error
 from megaflux_vllm.failures import watch_failures
 from megaflux_vllm.metrics import worker_meter
+from megaflux_vllm.startup import Startup
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -42,6 +43,7 @@ class RankContext:
         workspace: where replica slots come from.
         observers: the plan log, on rank 0 and if one is asked for.
         meter: adds up what the layers do, where somebody asks for metrics.
+        startup: says what the layers take.
     """
 
     options: MegaFluxConfig
@@ -49,6 +51,7 @@ class RankContext:
     workspace: Workspace
     observers: list[Observer]
     meter: Meter | None
+    startup: Startup
 
     def home_weights(self, layout: SlotLayout, hidden: int, intermediate: int, dtype: torch.dtype) -> ExpertWeights:
         """Memory for the weights of one layer's E/P experts, on the device that vLLM builds the model for."""
@@ -86,7 +89,8 @@ def rank_context() -> RankContext:
         workspace = Workspace(options.replica_slots if group.world_size > 1 else 0, options.sticky)
         logs = [PlanLog(options.plan_log)] if options.plan_log is not None and group.rank_in_group == 0 else []
         meter = worker_meter(options, executor, group.rank_in_group, config)
-        _contexts[group] = RankContext(options, executor, workspace, [*logs], meter)
+        startup = Startup(options, executor, is_told=group.rank_in_group == 0)
+        _contexts[group] = RankContext(options, executor, workspace, [*logs], meter, startup)
     return _contexts[group]
 
 

@@ -18,6 +18,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 import megaflux_vllm
 from megaflux_vllm import backend_name, checks, cpu_router, layer, method, ranks, versions
 from megaflux_vllm.ranks import RowShard, home_ranks
+from megaflux_vllm.startup import Startup
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.kernel import KernelConfig
 from vllm.model_executor.custom_op import op_registry_oot
@@ -229,7 +230,8 @@ def loaded_layer(
     monkeypatch: pytest.MonkeyPatch, executor: Executor | DeviceExecutor
 ) -> tuple[method.MegaFluxMoEMethod, Layer]:
     """A layer of 8 experts on one rank, its weights loaded."""
-    context = ranks.RankContext(MegaFluxConfig(block_rows=4), executor, Workspace(0), [], None)
+    options = MegaFluxConfig(block_rows=4)
+    context = ranks.RankContext(options, executor, Workspace(0), [], None, Startup(options, executor, is_told=True))
     monkeypatch.setattr(method, "rank_context", lambda: context)
     monkeypatch.setattr(RowShard, "of", lambda moe: RowShard(1, 0))
     with set_current_vllm_config(VllmConfig()):
@@ -273,7 +275,7 @@ class OwnMemory(DeviceExecutor, DeviceLayer):
         return []
 
     def memory_use(self) -> MemoryUse:
-        raise NotImplementedError
+        return MemoryUse(weight_bytes=3 << 29, replica_bytes=1 << 28, workspace_bytes=1 << 30)
 
     def forward(self, batches: Sequence[RoutingBatch]) -> list[torch.Tensor]:
         return [batch.hidden for batch in batches]
@@ -294,6 +296,23 @@ def test_parameters_are_views_of_the_memory_that_the_executor_reads(monkeypatch:
     assert (home.w2 == 3.0).all()
     assert executor.top_k == 2  # known before the first batch
     assert quant_method.home_weights_checked(module).slots[0].home is home
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What is logged; vLLM's own handler would keep it from caplog."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm")
+    return caplog
+
+
+def test_the_log_says_once_what_the_layers_take(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+    quant_method, module = loaded_layer(monkeypatch, OwnMemory())
+    for _ in range(2):
+        quant_method.apply(module, torch.zeros(2, 32), torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.int32))
+    (line,) = [record.message for record in log.records if record.message.startswith("megaflux: executor")]
+    assert "executor ownmemory, 1 ranks, 1 layers of 8 experts, 8 home and 0 replica slots a rank and layer" in line
+    assert "1.50 GiB for home weights, 0.25 GiB for replica slots and 1.00 GiB for batches" in line
 
 
 def test_apply_computes_the_layer_and_ignores_padding(served: tuple[method.MegaFluxMoEMethod, Layer]) -> None:
