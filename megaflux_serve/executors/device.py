@@ -97,6 +97,9 @@ class DeviceExecutor(ABC):
 
         Returns:
             Uninitialised weights of E/P experts a local rank, for ``layer``.
+
+        Raises:
+            UnsupportedError: a layer that the kernels cannot serve, whatever k is.
         """
 
     @abstractmethod

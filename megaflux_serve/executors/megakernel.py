@@ -32,7 +32,7 @@ from torch import Tensor
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import CapacityError, InputError, PeerTimeoutError, UnsupportedError
 from megaflux_serve.executors.device import DeviceExecutor, DeviceLayer, MemoryUse
-from megaflux_serve.executors.limits import kernel_limits
+from megaflux_serve.executors.limits import kernel_limits, layer_shape
 from megaflux_serve.planning.plan import ReplicaPlan
 from megaflux_serve.planning.totals import totals_map
 from megaflux_serve.routing import RoutingBatch
@@ -62,6 +62,8 @@ class MegakernelExecutor(DeviceExecutor):
         self._weight_bytes = self._replica_bytes = 0
 
     def home_weights(self, layout: SlotLayout, hidden: int, intermediate: int) -> list[ExpertWeights]:
+        s, tokens = layout.num_replica_slots, self.max_tokens
+        layer_shape(layout.num_ranks, layout.num_experts, s, hidden, intermediate, top_k=1, max_tokens=tokens)
         pools = self.allocate_pools(layout, hidden, intermediate)
         self._awaited |= {pool.w1.data_ptr(): pool for pool in pools}
         own = layout.experts_per_rank
