@@ -6,6 +6,7 @@ Parses, calls and prints; figures come from ``capture.profile``.
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections import Counter
 from dataclasses import asdict
@@ -41,6 +42,9 @@ DAMAGED = 1
 Store = Annotated[Path, typer.Argument(help="Folder of a replay store.")]
 Window = Annotated[str | None, typer.Option("--window", help="Name of a sealed window; default: the newest.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+MetricsFile = Annotated[
+    Path | None, typer.Option(help="Add metrics of this command to a .prom file of the node exporter's collector.")
+]
 
 
 @app.command()
@@ -108,9 +112,17 @@ def seal_window(
     weights: Annotated[
         list[str] | None, typer.Option(help="Weights version that may be in it; repeat for several. Default: one.")
     ] = None,
+    metrics_file: MetricsFile = None,
 ) -> None:
     """Seal a window of every record that no window holds yet."""
+    start = time.perf_counter()
     window = seal(ReplayStore(store), name, weights_versions=weights)
+    if metrics_file:
+        from megaflux_serve.metrics.events import window_sealed
+        from megaflux_serve.metrics.textfile import add_to_textfile
+
+        window_sealed(time.perf_counter() - start)
+        add_to_textfile(metrics_file)
     print(f"window {window.name}: {len(window):,} records, {int(window.lengths.sum()):,} tokens")
 
 

@@ -63,6 +63,9 @@ Communication = Annotated[float, typer.Option(help="Cost of a received token cop
 Bubble = Annotated[bool, typer.Option("--bubble", help="Count the fill and drain of the pipeline.")]
 Png = Annotated[Path | None, typer.Option(help="Write a picture to this file.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+MetricsFile = Annotated[
+    Path | None, typer.Option(help="Add metrics of this command to a .prom file of the node exporter's collector.")
+]
 
 
 @app.command()
@@ -86,6 +89,7 @@ def plan(
     ] = 0.0,
     previous: Annotated[Path | None, typer.Option(help="Saved plan whose placement the slots hold now.")] = None,
     out: Annotated[Path | None, typer.Option(help="Save the plan to this new folder.")] = None,
+    metrics_file: MetricsFile = None,
     png: Png = None,
     as_json: Json = False,
 ) -> None:
@@ -104,6 +108,12 @@ def plan(
         made = plan_window(demand, None, topology, options, before, progress=report)
     if out:
         save_plan(made, out)
+    if metrics_file:
+        from megaflux_serve.metrics.events import window_planned
+        from megaflux_serve.metrics.textfile import add_to_textfile
+
+        window_planned(made)
+        add_to_textfile(metrics_file)
     if png or not as_json:
         policies = compare_policies(demand, made, options)
     if png:

@@ -7,7 +7,7 @@ late on purpose: this module imports it with the first event.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megaflux_serve.metrics import catalogue
@@ -60,9 +60,22 @@ def window_planned(plan: WindowPlan) -> None:
     instrument(catalogue.WINDOW_EXPERT_EXCESS).labels("row_local").set(plan.excess.row_local)
 
 
-@cache
+_made: dict[Metric, Any] = {}
+
+
+def instruments() -> Mapping[Metric, Any]:
+    """The metrics that events have moved in this process, as prometheus-client has them."""
+    return _made
+
+
 def instrument(metric: Metric) -> Any:
     """The metric of prometheus-client's default registry, made when it is first needed."""
+    if metric not in _made:
+        _made[metric] = _make(metric)
+    return _made[metric]
+
+
+def _make(metric: Metric) -> Any:
     import prometheus_client
 
     labels = [*metric.labels]
@@ -73,4 +86,4 @@ def instrument(metric: Metric) -> Any:
     return prometheus_client.Histogram(metric.name, metric.help, labels, buckets=metric.buckets)
 
 
-__all__ = ["CaptureEvents", "window_planned", "window_sealed"]
+__all__ = ["CaptureEvents", "instruments", "window_planned", "window_sealed"]

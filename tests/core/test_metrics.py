@@ -1,6 +1,8 @@
 """From layers to series: catalogue, meter, snapshots and collector, on layers that run in this process."""
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from megaflux_serve.capture import ModelShape, ReplayRecord, ReplayStore
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import InputError
 from megaflux_serve.metrics import catalogue
@@ -20,6 +23,7 @@ from megaflux_serve.metrics.events import CaptureEvents, window_planned, window_
 from megaflux_serve.metrics.exporter import LATELY_S, LayerCollector, RecentRows, layer_labels
 from megaflux_serve.metrics.meter import Meter
 from megaflux_serve.metrics.snapshot import Snapshot, Worker, read_snapshots
+from megaflux_serve.metrics.textfile import add_to_textfile
 from megaflux_serve.planning.gate import GateCosts
 from megaflux_serve.routepack import PlanOptions, SearchOptions, Topology, plan_window
 from tests.core.moe_cases import make_case
@@ -249,3 +253,40 @@ def test_a_planned_window_shows_its_decisions() -> None:
     assert shown("megaflux_window_expert_excess_ratio", scope="window") == plan.excess.window
     assert shown("megaflux_window_seal_seconds_bucket", le="0.025") >= 1
     assert shown("megaflux_window_planning_seconds_sum") >= shown("megaflux_window_placement_seconds_sum")
+
+
+def test_commands_add_to_a_file_as_one_long_process_would(tmp_path: Path) -> None:
+    store, file, demand = tmp_path / "replay", tmp_path / "megaflux.prom", window(16)
+    rng = np.random.default_rng(0)
+    model = ModelShape(num_experts=16, top_k=3, num_layers=2)
+    for name in ("one", "two"):
+        routes = np.argsort(rng.random((9, 2, 16)), axis=2)[:, :, :3]
+        with ReplayStore.create(store, model).writer() as writer:
+            writer.append(ReplayRecord.of(name, routes, model, prompt_tokens=5, output_tokens=5))
+        run_command("replay", "seal", str(store), name, "--metrics-file", str(file))
+    np.savez(tmp_path / "window.npz", counts=demand.counts, lengths=demand.lengths)
+    topology = ["--ranks", "2", "--slots", "4", "--capacity", "400", "--stage", "linear=20"]
+    for _ in range(2):
+        run_command(
+            *("routepack", "plan", str(tmp_path / "window.npz"), *topology, "--proposals", "1000", "--json"),
+            *("--metrics-file", str(file)),
+        )
+    text = file.read_text()
+    assert "megaflux_window_seal_seconds_count 2.0\n" in text
+    assert "megaflux_window_planning_seconds_count 2.0\n" in text
+    assert "megaflux_window_trajectories_total 32.0\n" in text
+    assert "megaflux_window_rows 1.0\n" in text  # a gauge is replaced
+    assert text.count("# TYPE") == len({line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")})
+
+
+def test_a_file_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
+    file = tmp_path / "node.prom"
+    file.write_text("node_load1 0.5\n")
+    with pytest.raises(InputError, match=r"node\.prom: cannot be added to"):
+        add_to_textfile(file)
+    assert file.read_text() == "node_load1 0.5\n"
+
+
+def run_command(*arguments: str) -> None:
+    program = "from megaflux_serve.cli import main; main()"
+    subprocess.run([sys.executable, "-c", program, *arguments], check=True, capture_output=True, timeout=120)

@@ -1,0 +1,129 @@
+"""Write docs/metrics.md from the catalogue of metrics; a test holds the page to it.
+
+python scripts/metrics_page.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megaflux_serve.durable import write_atomically
+from megaflux_serve.metrics.catalogue import CATALOGUE, Kind, Metric, Source
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
+SECTIONS = {
+    Source.LAYERS: (
+        "Plans",
+        "What the plans of all layers did. Every rank carries out the same plan, so expert-parallel rank 0 exports "
+        "these for all ranks, and `sum` counts nothing twice.",
+    ),
+    Source.WORKER: ("Workers", "Every worker process exports these for its own rank."),
+    Source.CAPTURE: (
+        "Capture",
+        "Counted where finished requests are recorded: in vLLM's front end, in SGLang's schedulers. Only with the "
+        "option `capture`.",
+    ),
+    Source.WINDOW: (
+        "Windows",
+        "Counted where windows are sealed and planned; see [below](#windows-of-rl-training) how they are exported.",
+    ),
+}
+HEAD = """<!-- Written by scripts/metrics_page.py from megaflux_serve/metrics/catalogue.py: change those. -->
+# Metrics
+
+A server with `--moe-backend megaflux` shows what replication does on its own `/metrics`, beside the engine's series.
+There is nothing to set up: vLLM always answers `/metrics`, SGLang with `--enable-metrics`. The option `metrics:
+false` turns ours off.
+
+Balance is counted, not averaged, so that ratios of rates are exact over any window and any set of layers:
+
+```promql
+# blocks of the busiest rank over the mean: 1 is balanced
+sum(rate(megaflux_busiest_rank_blocks_total{placement="planned"}[5m])) / sum(rate(megaflux_mean_rank_blocks_total[5m]))
+
+# part of the busiest rank's excess that replicas removed, 0 to 1
+(  sum(rate(megaflux_busiest_rank_blocks_total{placement="fixed"}[5m]))
+ - sum(rate(megaflux_busiest_rank_blocks_total{placement="planned"}[5m])))
+/ (sum(rate(megaflux_busiest_rank_blocks_total{placement="fixed"}[5m]))
+ - sum(rate(megaflux_balanced_rank_blocks_total[5m])))
+
+# part of the replicas whose weights were there already
+sum(rate(megaflux_replicas_total{weights="resident"}[5m])) / sum(rate(megaflux_replicas_total[5m]))
+```
+
+Dashboards, alerts and `megaflux top` are built from the same catalogue.
+"""
+TAIL = """
+## Where the figures come from
+
+With the executor `megakernel` the plan never reaches the host, and a batch may be the replay of a captured graph,
+which runs no Python. So the device adds: after it has published a plan, the planner's block, which is idle while the
+others route, adds the batch to the layer's totals (`megaflux_kernels/totals.py`). A thread of the worker copies the
+totals once a second, on a stream that nothing else uses, and nothing waits for it. Times are stamps of the GPU's
+global timer, one when planning starts, one when the plan is there, one by the last block of the combine, for every
+batch. A batch's layer time is added with the layer's next batch, and a rank without rows in a batch adds none.
+
+With `reference` and `staged` the host plans, and adds what it planned. Their layer time is measured on a CPU alone.
+
+`megaflux_serve.planning.totals.LayerTotals` is the specification of the totals; a test on a GPU holds the device to it,
+word for word.
+
+Each worker writes its totals into a file of the folder that `MEGAFLUX_METRICS_DIR` names; the server's front end
+makes one in memory if you name none, and turns the files into series when it is asked. So the engine's own metrics
+stay in the mode that they are in, and `PROMETHEUS_MULTIPROC_DIR` is not needed for ours. A worker that has ended
+leaves its last figures; `megaflux_last_report_timestamp_seconds` tells.
+
+Dummy batches count: those of an engine's start, of graph capture, and of idle data-parallel ranks.
+
+## How many series
+
+`layer` is the layer's number in the model. With L layers, P ranks and E experts, rank 0 exports at most L * (23 + 2
+P) counters and 57 series of histograms, each worker 56 series. `expert_rows_total` has the hottest 8 experts of a
+layer at any time, by the rows of the last one to two minutes, so over days up to L * E.
+
+## Windows of RL training
+
+Windows are planned in the trainer's process, or by a command. In a process of your own, report to prometheus-client's
+default registry:
+
+```python
+import time
+
+from megaflux_serve.capture import seal
+from megaflux_serve.metrics.events import window_planned, window_sealed
+from megaflux_serve.routepack import plan_window
+
+start = time.perf_counter()
+window = seal(store, "step-12")
+window_sealed(time.perf_counter() - start)
+plan = plan_window(window.counts, window.lengths, topology, options)
+window_planned(plan)
+```
+
+A command ends before Prometheus could ask it, so `megaflux replay seal` and `megaflux routepack plan` take
+`--metrics-file FILE.prom`: a file in the folder of the node exporter's textfile collector, to which each command adds.
+"""
+
+
+def page() -> str:
+    """The document."""
+    parts = [HEAD]
+    for source, (title, text) in SECTIONS.items():
+        parts.append(f"\n## {title}\n\n{text}\n\n| Name | Type | Labels | Meaning |\n| --- | --- | --- | --- |\n")
+        parts += [line(metric) for metric in CATALOGUE if metric.source is source]
+    buckets = [
+        f"- `{metric.name}`: {', '.join(f'{bound:g}' for bound in metric.buckets)}\n"
+        for metric in CATALOGUE
+        if metric.kind is Kind.HISTOGRAM
+    ]
+    return "".join([*parts, "\nBuckets of the histograms:\n\n", *buckets, TAIL])
+
+
+def line(metric: Metric) -> str:
+    """One row of a table."""
+    labels = [f"`{label}`" + (f" ({', '.join(values)})" if values else "") for label, values in metric.labels.items()]
+    return f"| `{metric.name}` | {metric.kind.value} | {', '.join(labels)} | {metric.help} |\n"
+
+
+if __name__ == "__main__":
+    write_atomically(PAGE, page().encode())
