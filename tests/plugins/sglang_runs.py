@@ -29,6 +29,7 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # cores of each rank
     "SGLANG_PLATFORM": "plain_cpu",
 }
 FLAGS = ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--mem-fraction-static", "0.1"]

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# SGLang servers on a host with two Hopper GPUs; logs and results go to $OUT (default ./out).
+#   benchmarks/gpu_sglang.sh [STEP...]        default: prefill; seconds are the most that a step takes
+#
+#   smoke      200  does a server of ours start, with data-parallel attention and captured graphs, and answer like stock?
+#   prefill    240  prefill latency of stock and ours, four servers side by side, tokens compared first
+#
+# The first start of SGLang on a host compiles for two minutes. Real routes need MEGAFLUX_TRACES. ARGUMENTS are added to
+# those of bench_sglang_prefill.py.
+cd "$(dirname "$0")/.." || exit
+. benchmarks/gpu_steps.sh
+known_steps "smoke prefill" "$@"
+[ $# -gt 0 ] || set -- prefill
+
+servers() { # name, seconds, options
+  local name=$1 limit=$2
+  shift 2
+  LINES_SHOWN=${LINES_SHOWN:-100} step "$name" "$limit" python3 -m benchmarks.bench_sglang_prefill --out "$OUT/$name" "$@" ${ARGUMENTS:-}
+  local status=$?
+  mkdir -p "$OUT/$name/logs"
+  for log in "$OUT/$name"/work/*/server.log; do
+    [ -f "$log" ] && tail -c 300000 "$log" >"$OUT/$name/logs/$(basename "$(dirname "$log")").log"
+  done
+  rm -rf "$OUT/$name/work"
+  return $status
+}
+smoke() {
+  servers smoke 200 --layers 4 --backends stock sticky --batches 8 --routings balanced --repeats 2 --start-s 150
+}
+prefill() {
+  servers prefill 240 --start-s 150
+}
+
+run_steps "$@"
