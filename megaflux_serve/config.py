@@ -36,6 +36,8 @@ class MegaFluxConfig(BaseModel):
             ``staged``, before the layer begins (for comparison).
         max_tokens: rows of the largest batch of a rank, for which the megakernel's buffers are made; None is the limit
             that the engine's scheduler has.
+        min_tokens: batches in which no data-parallel rank has as many rows go to the engine's own kernels, where its
+            plugin can hand them over; 0 hands none over.
         timeout_s: the longest wait for another rank, in seconds; covers what a slow peer may do between two layers.
         gate: costs by which a plan that does not pay is dropped for the fixed placement; None carries out every plan. A
             name such as "2048x768" (hidden x intermediate) stands for what ``megaflux calibrate`` measured here. "auto"
@@ -58,6 +60,7 @@ class MegaFluxConfig(BaseModel):
     sticky: Annotated[StrictBool, Field(description="true or false")] = True
     transfer: Annotated[Literal["pipelined", "staged"], Field(description="pipelined or staged")] = "pipelined"
     max_tokens: Annotated[StrictInt | None, Field(ge=1, description="null or an integer of at least 1")] = None
+    min_tokens: Annotated[StrictInt, Field(ge=0, description="an integer of at least 0")] = 0
     timeout_s: Annotated[StrictInt, Field(ge=1, le=3600, description="an integer from 1 to 3600 (seconds)")] = 300
     gate: Annotated[
         GateCosts | Literal["auto"] | None,

@@ -50,9 +50,24 @@ def settle(config: VllmConfig, options: MegaFluxConfig, num_ranks: int) -> MegaF
         check_megakernel(config, options, num_ranks)
     elif options.executor == "auto":
         options = options.model_copy(update={"executor": automatic(config, options, num_ranks)})
+    if options.min_tokens:
+        check_small_batches(config, options)
     if options.executor == "megakernel" and options.gate == "auto" and num_ranks > 1:
         options = options.model_copy(update={"gate": gate_costs(config)})
     return options
+
+
+def check_small_batches(config: VllmConfig, options: MegaFluxConfig) -> None:
+    """Refuse to hand small batches over where vLLM's kernels could not take them.
+
+    Raises:
+        ConfigError: naming the option or flag.
+    """
+    parallel = config.parallel_config
+    if options.executor != "megakernel":
+        raise ConfigError("min_tokens", options.min_tokens, f"0 with executor {options.executor!r}")
+    if parallel.data_parallel_size > 1 and parallel.all2all_backend != "allgather_reducescatter":
+        raise ConfigError("--all2all-backend", parallel.all2all_backend, "allgather_reducescatter with min_tokens")
 
 
 def gate_costs(config: VllmConfig) -> GateCosts | None:
@@ -129,4 +144,12 @@ def check_megakernel(config: VllmConfig, options: MegaFluxConfig, num_ranks: int
         layer_shape(num_ranks, model.get_num_experts(), slots, model.get_hidden_size(), intermediate, top_k, tokens)
 
 
-__all__ = ["automatic", "check_megakernel", "gate_costs", "machine_obstacle", "settle", "size_of"]
+__all__ = [
+    "automatic",
+    "check_megakernel",
+    "check_small_batches",
+    "gate_costs",
+    "machine_obstacle",
+    "settle",
+    "size_of",
+]

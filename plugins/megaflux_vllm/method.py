@@ -17,6 +17,7 @@ from megaflux_serve.errors import ConfigError, UnsupportedError
 from megaflux_serve.layer import ReplicatedMoE
 from megaflux_serve.routing import RoutingBatch
 from megaflux_serve.workspace import ExpertWeights
+from megaflux_vllm import small_batches
 from megaflux_vllm.checks import option_error
 from megaflux_vllm.ranks import RowShard, home_ranks, rank_context
 
@@ -142,8 +143,10 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
         """
         self.context.startup.tell()
         moe = self.home_weights_checked(layer)
-        ids = route_padding(topk_ids, self.layout.num_experts)
-        batch = RoutingBatch(self.rows.take(x), self.rows.take(ids), self.rows.take(topk_weights.float()))
+        ids, scales = route_padding(topk_ids, self.layout.num_experts), topk_weights.float()
+        if small_batches.rows_of_largest_rank(x.shape[0]) < self.context.options.min_tokens:
+            return small_batches.compute(layer, x, scales, ids)
+        batch = RoutingBatch(self.rows.take(x), self.rows.take(ids), self.rows.take(scales))
         return self.rows.gather(moe.forward_rank(batch), x.shape[0])
 
     def home_weights_checked(self, layer: RoutedExperts) -> ReplicatedMoE:

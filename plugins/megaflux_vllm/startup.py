@@ -53,6 +53,8 @@ def startup_line(options: MegaFluxConfig, executor: Executor | DeviceExecutor, l
         f"megaflux: executor {name}, {layout.num_ranks} ranks, {len(layers)} layers of {layout.num_experts} experts, "
         f"{layout.experts_per_rank} home and {layout.num_replica_slots} replica slots a rank and layer"
     )
+    if options.min_tokens:
+        line += f", vLLM's own kernels for batches of less than {options.min_tokens} rows"
     if not isinstance(executor, DeviceExecutor):
         return line
     from megaflux_kernels.compile_cache import cache_use

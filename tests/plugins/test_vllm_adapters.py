@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -227,10 +228,10 @@ class Layer(torch.nn.Module):
 
 
 def loaded_layer(
-    monkeypatch: pytest.MonkeyPatch, executor: Executor | DeviceExecutor
+    monkeypatch: pytest.MonkeyPatch, executor: Executor | DeviceExecutor, **more: Any
 ) -> tuple[method.MegaFluxMoEMethod, Layer]:
     """A layer of 8 experts on one rank, its weights loaded."""
-    options = MegaFluxConfig(block_rows=4)
+    options = MegaFluxConfig(block_rows=4, **more)
     context = ranks.RankContext(options, executor, Workspace(0), [], None, Startup(options, executor, is_told=True))
     monkeypatch.setattr(method, "rank_context", lambda: context)
     monkeypatch.setattr(RowShard, "of", lambda moe: RowShard(1, 0))
@@ -326,6 +327,40 @@ def test_apply_computes_the_layer_and_ignores_padding(served: tuple[method.MegaF
     np.testing.assert_allclose(output[:5].numpy(), exact, rtol=1e-4, atol=1e-5)
     assert quant_method.moe_kernel is not None
     assert not quant_method.moe_kernel.output_is_reduced()
+
+
+@pytest.mark.parametrize(("rows_of_ranks", "handed"), [([3, 1], True), ([3, 4], False), (None, True)])
+def test_batches_below_min_tokens_on_every_rank_go_to_vllm_with_the_same_weights_and_routes(
+    monkeypatch: pytest.MonkeyPatch, rows_of_ranks: list[int] | None, handed: bool
+) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def fused_experts(x: torch.Tensor, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        calls.append({"tensors": tensors} | options)
+        return x
+
+    fake = SimpleNamespace(fused_experts=fused_experts)  # vLLM's needs a GPU
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.fused_moe.fused_moe", fake)
+    gathered = SimpleNamespace(dispatch=lambda *a: a[:3], combine=lambda out, cut: out)
+    monkeypatch.setattr("vllm.distributed.get_ep_group", lambda: gathered)
+    monkeypatch.setattr("vllm.distributed.tensor_model_parallel_all_reduce", lambda out: out)
+    across = None if rows_of_ranks is None else SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(rows_of_ranks))
+    monkeypatch.setattr("vllm.forward_context.is_forward_context_available", lambda: True)
+    monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: SimpleNamespace(dp_metadata=across))
+
+    executor = OwnMemory()
+    quant_method, module = loaded_layer(monkeypatch, executor, min_tokens=4)
+    module.moe_config, module.activation = quant_method.moe, "silu"
+    ids = torch.tensor([[0, 1], [2, 3], [-1, -1]], dtype=torch.int32)
+    quant_method.apply(module, torch.zeros(3, 32), torch.ones(3, 2), ids)
+    assert len(calls) == (1 if handed else 0)
+    for call in calls:
+        w13, w2, weights, routed = call["tensors"]
+        assert w13 is module.w13_weight
+        assert w2 is module.w2_weight
+        assert torch.equal(routed[:2], ids[:2])
+        assert torch.equal(weights, torch.ones(3, 2))
+        assert (call["global_num_experts"], call["expert_map"], call["activation"]) == (8, None, "silu")
 
 
 def test_every_way_of_updating_weights_is_noticed(served: tuple[method.MegaFluxMoEMethod, Layer]) -> None:

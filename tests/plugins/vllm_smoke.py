@@ -2,9 +2,10 @@
 
     python3 -m tests.plugins.vllm_smoke --out FOLDER [--only NAME ...]
 
-Servers of a group start together, on both GPUs: one of stock vLLM and two of the backend in the first, then one with
-compiled kernels and captured graphs that has the machine alone and measures its memory. Prints a line a server; logs go
-to the folder. The status is the number of servers that failed.
+Servers of a group start together, on both GPUs: first eager ones of stock vLLM and of the backend; then one with
+compiled model and captured graphs, which has the machine alone and measures its memory; then a tensor-parallel one and
+one that hands small batches to vLLM's kernels. Prints a line a server; logs go to the folder. The status is the number
+of servers that failed.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ GROUPS = (
         Run("tiny", True, (*DATA, *SHARED_GPU, "--enforce-eager"), OPEN | {"replica_slots": 3}),
     ),
     (Run("graphs", False, (*DATA, *ALONE, *FEW_GRAPHS), MEGAKERNEL),),
-    (Run("tensor", False, (*TENSOR, *ALONE, *FEW_GRAPHS), MEGAKERNEL),),
+    (
+        Run("tensor", False, (*TENSOR, *SHARED_GPU, *FEW_GRAPHS), MEGAKERNEL),
+        Run("small", False, (*DATA, *SHARED_GPU, *FEW_GRAPHS), MEGAKERNEL | {"min_tokens": 33}),
+    ),
 )
 
 
