@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.executors import DeviceExecutor, Executor
 from megaflux_serve.layer import LayerReport, ReplicatedMoE
 from megaflux_serve.metrics.device_copies import DeviceCopies, allow_during_capture
-from megaflux_serve.metrics.snapshot import LayerInfo, Snapshot, Worker
+from megaflux_serve.metrics.snapshot import FOLDER_VARIABLE, LayerInfo, Snapshot, Worker
 from megaflux_serve.planning.totals import LayerTotals
 from megaflux_serve.workspace import ExpertSlots
 
@@ -46,6 +48,16 @@ class Meter:
         self._device = DeviceCopies()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+
+    @classmethod
+    def publishing(cls, worker: Worker, executor: Executor | DeviceExecutor, options: MegaFluxConfig) -> Meter | None:
+        """A meter that publishes once a second; None where the options say no or no server has named a folder."""
+        folder = os.environ.get(FOLDER_VARIABLE)
+        if not options.metrics or folder is None:
+            return None
+        meter = cls(worker, executor)
+        meter.publish_every(1.0, Path(folder))
+        return meter
 
     def watch(self, moe: ReplicatedMoE, top_k: int) -> None:
         """Count what a layer does from now on.

@@ -15,7 +15,7 @@ def register() -> None:
     """Offer the backend to SGLang; touches no device and changes nothing for other backends."""
     import logging
 
-    from megaflux_sglang import backend, capture, checks, failures, layer, versions, weights
+    from megaflux_sglang import backend, capture, checks, failures, layer, metrics, versions, weights
 
     version = versions.engine_version()
     if not versions.is_supported(version):
@@ -23,7 +23,8 @@ def register() -> None:
         logging.getLogger("sglang.megaflux").warning("%s", versions.refusal(version))
         return
     backend.accept()
-    for target, hook, kind in (*checks.HOOKS, *layer.HOOKS, *weights.hooks(), *failures.HOOKS, *capture.hooks()):
+    hooks = (*checks.HOOKS, *layer.HOOKS, *weights.hooks(), *failures.HOOKS, *metrics.HOOKS, *capture.hooks())
+    for target, hook, kind in hooks:
         versions.hook(target, hook, kind)
 
 

@@ -73,6 +73,8 @@ class MegaFluxMoEMethod(UnquantizedFusedMoEMethod):
         )
         if self.replicated_moe.on_device is not None:  # before SGLang measures memory and captures graphs
             self.replicated_moe.on_device.prepare(layer.top_k)
+        if self.context.meter is not None:
+            self.context.meter.watch(self.replicated_moe, layer.top_k)
         _served.add(self.replicated_moe)
 
     def apply(self, layer: FusedMoE, dispatch_output: StandardDispatchOutput) -> StandardCombineInput:

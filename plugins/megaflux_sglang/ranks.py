@@ -16,9 +16,11 @@ from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError
 from megaflux_serve.executors import DeviceExecutor, Executor, select_executor
 from megaflux_serve.layer import Observer
+from megaflux_serve.metrics.meter import Meter
 from megaflux_serve.plan_log import PlanLog
 from megaflux_serve.workspace import Workspace
 from megaflux_sglang.choice import settle
+from megaflux_sglang.metrics import worker_meter
 from megaflux_sglang.options import megaflux_config, option_error
 
 if TYPE_CHECKING:
@@ -34,12 +36,14 @@ class RankContext:
         executor: drives this rank.
         workspace: where replica slots come from.
         observers: the plan log, on rank 0 and if one is asked for.
+        meter: adds up what the layers do, where somebody asks for metrics.
     """
 
     options: MegaFluxConfig
     executor: Executor | DeviceExecutor
     workspace: Workspace
     observers: list[Observer]
+    meter: Meter | None
 
 
 _contexts: WeakKeyDictionary[GroupCoordinator, RankContext] = WeakKeyDictionary()
@@ -66,7 +70,8 @@ def rank_context(server_args: Any, device: torch.device) -> RankContext:
             raise option_error(error) from None
         workspace = Workspace(options.replica_slots if group.world_size > 1 else 0, options.sticky)
         logs = [PlanLog(options.plan_log)] if options.plan_log is not None and group.rank_in_group == 0 else []
-        _contexts[group] = RankContext(options, executor, workspace, [*logs])
+        meter = worker_meter(options, executor, group.rank_in_group, server_args)
+        _contexts[group] = RankContext(options, executor, workspace, [*logs], meter)
     return _contexts[group]
 
 

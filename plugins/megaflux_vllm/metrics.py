@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from megaflux_serve.metrics.meter import Meter
 
 GET_REGISTRY = "get_prometheus_registry"
-PUBLISH_S = 1.0
 
 _with_layers: WeakSet[CollectorRegistry] = WeakSet()
 
@@ -65,16 +64,11 @@ def worker_meter(
         config: vLLM's configuration.
     """
     from megaflux_serve.metrics.meter import Meter
-    from megaflux_serve.metrics.snapshot import FOLDER_VARIABLE, Worker
+    from megaflux_serve.metrics.snapshot import Worker
     from megaflux_vllm.versions import engine_version
 
-    folder = os.environ.get(FOLDER_VARIABLE)
-    if not options.metrics or folder is None:
-        return None
     worker = Worker.of("vllm", engine_version(), config.model_config.served_model_name, rank, executor, options)
-    meter = Meter(worker, executor)
-    meter.publish_every(PUBLISH_S, Path(folder))
-    return meter
+    return Meter.publishing(worker, executor, options)
 
 
 def _naming_a_folder(create: Any) -> Any:

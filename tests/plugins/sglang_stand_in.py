@@ -52,6 +52,7 @@ CONTRACT = {
     "._maybe_collect_routed_experts": ("self", "req"),
     "sglang.srt.model_executor.model_runner.ModelRunner.init_routed_experts_capturer": ("self",),
     "sglang.srt.state_capturer.base.BaseTopkCapturer.on_forward_end": ("self", "forward_batch"),
+    "sglang.srt.utils.common.add_prometheus_middleware": ("app",),
     "sglang.srt.distributed.get_moe_ep_group": (),
     "sglang.srt.runtime_context.get_server_args": (),
 }
@@ -133,6 +134,8 @@ class ServerArgs:
     max_prefill_tokens: int = 16384
     max_running_requests: int | None = None
     speculative_algorithm: str | None = None
+    served_model_name: str = "tiny"
+    enable_metrics: bool = False
 
     def __post_init__(self) -> None:
         self.model = None
@@ -274,6 +277,13 @@ class BaseTopkCapturer:
         pass
 
 
+def add_prometheus_middleware(app: Any) -> None:
+    """Answer ``/metrics``."""
+    from prometheus_client import CollectorRegistry, make_asgi_app
+
+    app.routes.append(make_asgi_app(registry=CollectorRegistry()))
+
+
 class Group:
     """An expert-parallel group of one process."""
 
@@ -321,6 +331,7 @@ def modules(a2a: Callable[[], Any], server_args: Callable[[], Any], group: Calla
         },
         "sglang.srt.model_executor.model_runner": {"ModelRunner": ModelRunner},
         "sglang.srt.state_capturer.base": {"BaseTopkCapturer": BaseTopkCapturer},
+        "sglang.srt.utils.common": {"add_prometheus_middleware": add_prometheus_middleware},
         "sglang.srt.distributed": {"get_moe_ep_group": group},
         "sglang.srt.runtime_context": {"get_server_args": server_args},
     }

@@ -19,13 +19,16 @@ from typing import Any
 
 import megaflux_sglang
 import numpy as np
+import prometheus_client
 import pytest
 import torch
-from megaflux_sglang import backend, checks, choice, failures, options, versions, weights
+from megaflux_kernels.totals_map import Total
+from megaflux_sglang import backend, checks, choice, failures, metrics, options, versions, weights
 
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError, MegafluxError, UnsupportedError
 from megaflux_serve.executors import DeviceExecutor, DeviceLayer
+from megaflux_serve.metrics import snapshot
 from megaflux_serve.slots import SlotLayout
 from megaflux_serve.workspace import ExpertSlots, ExpertWeights
 from tests.oracles.moe_float64 import moe_float64
@@ -199,6 +202,8 @@ def server_args(served: Any = None, **changes: Any) -> Any:
         "max_running_requests": None,
         "nnodes": 1,
         "base_gpu_id": 0,
+        "served_model_name": "tiny",
+        "enable_metrics": False,
         "get_model_config": lambda: served or model(),
     }
     return SimpleNamespace(**(values | changes))
@@ -395,7 +400,7 @@ def test_parameters_that_were_replaced_are_an_error(layer: torch.nn.Module) -> N
 class OwnMemory(DeviceExecutor, DeviceLayer):
     """A device executor, as far as where weights live and when it is asked for failures."""
 
-    num_ranks, local_ranks = 1, range(1)
+    kind, num_ranks, local_ranks = "megakernel", 1, range(1)
     prepared = 0
     failure: Exception | None = None
 
@@ -456,3 +461,52 @@ def test_layers_of_a_process_share_their_context_and_rank_0_logs(
     assert len(context.observers) == 1
     monkeypatch.setattr(running, "group", second)
     assert ranks.rank_context(args, torch.device("cpu")).observers == []
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_named"),
+    [
+        ({"enable_metrics": True}, True),
+        ({}, False),
+        ({"enable_metrics": True, "moe_a2a_backend": "deepep"}, False),
+        ({"enable_metrics": True, "json_model_override_args": '{"megaflux": {"metrics": false}}'}, False),
+    ],
+)
+def test_a_folder_for_metrics_is_named_where_somebody_asks_for_them(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], is_named: bool
+) -> None:
+    named: list[bool] = []
+    monkeypatch.setattr(snapshot, "name_folder", lambda: named.append(True))
+    metrics.name_folder(None, server_args(**changes))
+    assert bool(named) == is_named
+
+
+def test_the_registry_that_answers_gets_the_layers_series(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(snapshot.FOLDER_VARIABLE, str(tmp_path))
+    registries: list[prometheus_client.CollectorRegistry] = []
+    monkeypatch.setattr(prometheus_client, "make_asgi_app", lambda registry: registries.append(registry))
+    replaced = prometheus_client.make_asgi_app
+
+    def add_prometheus_middleware(app: list[Any]) -> None:  # as SGLang does
+        from prometheus_client import CollectorRegistry, make_asgi_app
+
+        app.append(make_asgi_app(registry=CollectorRegistry()))
+
+    metrics.add_layers(add_prometheus_middleware, [])
+    assert b"megaflux_batches_total" in prometheus_client.generate_latest(registries[0])
+    assert prometheus_client.make_asgi_app is replaced
+
+
+@on_stand_in
+def test_a_layer_is_watched_where_a_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(snapshot.FOLDER_VARIABLE, str(tmp_path))
+    made = loaded_layer(monkeypatch)
+    meter = made.quant_method.context.meter
+    made(*routed(5))
+    meter.stop()
+    (info,) = meter.snapshot().layers
+    assert (info.top_k, len(info.home_rank), meter.worker.engine) == (2, 8, "sglang")
+    assert meter.snapshot().totals[0][Total.BATCHES] == 1

@@ -1,0 +1,85 @@
+"""Metrics in SGLang: the layers' series on the server's own ``/metrics``, which ``--enable-metrics`` turns on.
+
+Decides where SGLang's processes meet: the launcher makes a folder and names it in the environment, which every
+scheduler inherits; schedulers write their snapshots there, and the registry that answers ``/metrics`` reads them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaflux_sglang import backend, versions
+from megaflux_sglang.options import megaflux_config
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from megaflux_serve.config import MegaFluxConfig
+    from megaflux_serve.executors import DeviceExecutor, Executor
+    from megaflux_serve.metrics.meter import Meter
+
+
+def worker_meter(
+    options: MegaFluxConfig, executor: Executor | DeviceExecutor, rank: int, server_args: Any
+) -> Meter | None:
+    """The meter of this scheduler, which publishes from now on; None where nobody asks for metrics.
+
+    Args:
+        options: with the executor that runs.
+        executor: runs the layers.
+        rank: expert-parallel rank of this process.
+        server_args: of this server.
+    """
+    from megaflux_serve.metrics.meter import Meter
+    from megaflux_serve.metrics.snapshot import Worker
+
+    model = server_args.served_model_name
+    worker = Worker.of("sglang", versions.engine_version(), model, rank, executor, options)
+    return Meter.publishing(worker, executor, options)
+
+
+def name_folder(result: None, server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """After ``ServerArgs.__post_init__``, in the launcher."""
+    from megaflux_serve.metrics import snapshot
+
+    asked = server_args.enable_metrics and server_args.moe_a2a_backend == backend.NAME
+    if asked and megaflux_config(server_args).metrics:
+        snapshot.name_folder()
+
+
+def add_layers(original: Callable[..., None], app: Any) -> None:
+    """Around ``add_prometheus_middleware``, which makes a registry and shows it to nobody but ``make_asgi_app``.
+
+    SGLang imports prometheus-client when this is called, and not before: its mode depends on the environment then.
+    """
+    import prometheus_client
+
+    from megaflux_serve.metrics.exporter import LayerCollector
+    from megaflux_serve.metrics.snapshot import FOLDER_VARIABLE
+
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder is None:
+        original(app)
+        return
+    make_asgi_app = prometheus_client.make_asgi_app
+
+    def with_layers(registry: CollectorRegistry) -> Any:
+        registry.register(LayerCollector(Path(folder)))
+        return make_asgi_app(registry=registry)
+
+    prometheus_client.make_asgi_app = with_layers
+    try:
+        original(app)
+    finally:
+        prometheus_client.make_asgi_app = make_asgi_app
+
+
+HOOKS: tuple[versions.Hook, ...] = (
+    ("sglang.srt.server_args.ServerArgs.__post_init__", name_folder, "after"),
+    ("sglang.srt.utils.common.add_prometheus_middleware", add_layers, "around"),
+)
+
+__all__ = ["HOOKS", "add_layers", "name_folder", "worker_meter"]
