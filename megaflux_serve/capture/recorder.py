@@ -1,7 +1,7 @@
 """From an engine's finished requests to records of one store: what an engine plugin calls.
 
 Decides what an engine's routes are made into and what becomes of those that cannot be right: the request is logged as
-an error with its id, counted, and not stored; serving goes on, and sealing a window by ids names what is missing. Knows
+an error with its id, and not stored; serving goes on, and sealing a window by ids names what is missing. Knows
 no engine.
 """
 
@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,16 @@ class FinishedRequest:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
+class Observer(Protocol):
+    """Who is told what became of requests, such as ``metrics.events.CaptureEvents``."""
+
+    def stored(self, tokens: int, num_bytes: int) -> None:
+        """A record of so many tokens and bytes is in the store."""
+
+    def dropped(self, reason: str) -> None:
+        """A request is not stored: ``refused``, what it brought cannot be right, or ``storage``, the disk failed."""
+
+
 class Recorder:
     """Appends the finished requests of one engine process to one store.
 
@@ -56,8 +66,7 @@ class Recorder:
         recorder.record(FinishedRequest(id, 17, 240, routes, token_ids=tokens))
 
     Attributes:
-        num_records, num_bytes: appended so far.
-        num_refused: requests that could not be recorded.
+        observer: told of every request, or None.
     """
 
     def __init__(
@@ -66,46 +75,44 @@ class Recorder:
         """Nothing is written before the first request: its routes show which layers are MoE."""
         self.folder, self.num_experts, self.num_layers = folder, num_experts, num_layers
         self.engine, self.engine_version, self.logger = engine, engine_version, logger
-        self.num_refused = 0
+        self.observer: Observer | None = None
         self._writer: StoreWriter | None = None
 
-    @property
-    def num_records(self) -> int:
-        """Records appended so far."""
-        return self._writer.num_records if self._writer else 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes appended so far."""
-        return self._writer.num_bytes if self._writer else 0
-
     def record(self, request: FinishedRequest) -> None:
-        """Append the record of a request; when this returns, it is in the store or logged as refused."""
+        """Append the record of a request; when this returns, it is in the store or logged as an error."""
         try:
-            if request.routes is None:
-                raise InputError(f"request {request.id}", "finished without routes", f"routes from {self.engine}")
-            routes = request.routes
-            if request.skipped:
-                filler = np.full((request.skipped, *routes.shape[1:]), -1, dtype=np.int32)
-                routes = np.concatenate([filler, routes])
-            if self._writer is None:
-                shape = shape_of(request.routes, self.num_experts, self.num_layers)
-                self._writer = ReplayStore.create(self.folder, shape).writer()
-            record = ReplayRecord.of(
-                request.id,
-                routes,
-                self._writer.store.model,
-                prompt_tokens=request.prompt_tokens,
-                output_tokens=request.output_tokens,
-                token_ids=request.token_ids,
-                engine=self.engine,
-                engine_version=self.engine_version,
-                **request.labels,
-            )
-            self._writer.append(record)
+            num_bytes = self._append(request)
         except (InputError, ConfigError, OSError) as error:
-            self.num_refused += 1
             self.logger.error("routes of request %s are not recorded: %s", request.id, error)
+            if self.observer is not None:
+                self.observer.dropped("storage" if isinstance(error, OSError) else "refused")
+            return
+        if self.observer is not None:
+            self.observer.stored(request.prompt_tokens + request.output_tokens, num_bytes)
+
+    def _append(self, request: FinishedRequest) -> int:
+        """Bytes of the request's record."""
+        if request.routes is None:
+            raise InputError(f"request {request.id}", "finished without routes", f"routes from {self.engine}")
+        routes = request.routes
+        if request.skipped:
+            filler = np.full((request.skipped, *routes.shape[1:]), -1, dtype=np.int32)
+            routes = np.concatenate([filler, routes])
+        if self._writer is None:
+            shape = shape_of(request.routes, self.num_experts, self.num_layers)
+            self._writer = ReplayStore.create(self.folder, shape).writer()
+        record = ReplayRecord.of(
+            request.id,
+            routes,
+            self._writer.store.model,
+            prompt_tokens=request.prompt_tokens,
+            output_tokens=request.output_tokens,
+            token_ids=request.token_ids,
+            engine=self.engine,
+            engine_version=self.engine_version,
+            **request.labels,
+        )
+        return self._writer.append(record)
 
 
 def shape_of(routes: NDArray[Any], num_experts: int, num_layers: int) -> ModelShape:
@@ -133,4 +140,4 @@ def labels_of(params: Mapping[str, Any] | None) -> dict[str, str]:
     return {name: str(given[f"megaflux_{name}"]) for name in LABELS if f"megaflux_{name}" in given}
 
 
-__all__ = ["FinishedRequest", "Recorder", "labels_of", "shape_of"]
+__all__ = ["FinishedRequest", "Observer", "Recorder", "labels_of", "shape_of"]

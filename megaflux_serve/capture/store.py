@@ -166,8 +166,11 @@ class StoreWriter:
         self._file: int | None = None
         self._end = 0
 
-    def append(self, record: ReplayRecord) -> None:
+    def append(self, record: ReplayRecord) -> int:
         """Write a record; when this returns, a kill of the process cannot lose it.
+
+        Returns:
+            Bytes of its frame.
 
         Raises:
             InputError: the record's routes have another shape than the store's.
@@ -190,6 +193,7 @@ class StoreWriter:
             self._end += size
             self.num_records += 1
             self.num_bytes += size
+            return size
 
     def sync(self) -> None:
         """Flush to the disk: what was appended survives a crash of the machine."""

@@ -172,6 +172,10 @@ def begin(result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
         STATE.recorder = Recorder(
             folder, num_routed_experts(model), model.num_hidden_layers, "sglang", versions.engine_version(), LOGGER
         )
+        if server_args.enable_metrics and megaflux_config(server_args).metrics:
+            from megaflux_serve.metrics.events import CaptureEvents
+
+            STATE.recorder.observer = CaptureEvents("sglang", server_args.served_model_name)
 
 
 def own_copies(result: Any, *args: Any, **kwargs: Any) -> None:

@@ -158,18 +158,26 @@ def _with_capture(init: Any) -> Any:
     def __init__(self: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         init(self, vllm_config, *args, **kwargs)
         folder = capture_folder(vllm_config.additional_config)
-        if folder is None:
-            return
-        from megaflux_serve.capture.recorder import Recorder
-        from megaflux_vllm.versions import engine_version
-
-        model = vllm_config.model_config
-        num_layers = model.hf_text_config.num_hidden_layers
-        recorder = Recorder(folder, model.get_num_experts(), num_layers, "vllm", engine_version(), LOGGER)
-        capture = Capture(recorder, returns_routes=not getattr(vllm_config, ROUTES_NOT_ASKED_FOR, False))
-        self.output_processor.megaflux_capture = capture
+        if folder is not None:
+            returns_routes = not getattr(vllm_config, ROUTES_NOT_ASKED_FOR, False)
+            self.output_processor.megaflux_capture = Capture(_recorder(vllm_config, folder), returns_routes)
 
     return __init__
+
+
+def _recorder(vllm_config: VllmConfig, folder: Path) -> Recorder:
+    """The recorder of this front end, which counts what it does where metrics are not turned off."""
+    from megaflux_serve.capture.recorder import Recorder
+    from megaflux_serve.metrics.events import CaptureEvents
+    from megaflux_vllm.checks import megaflux_config
+    from megaflux_vllm.versions import engine_version
+
+    model = vllm_config.model_config
+    num_layers = model.hf_text_config.num_hidden_layers
+    recorder = Recorder(folder, model.get_num_experts(), num_layers, "vllm", engine_version(), LOGGER)
+    if megaflux_config(vllm_config.additional_config).metrics:
+        recorder.observer = CaptureEvents("vllm", model.served_model_name)
+    return recorder
 
 
 def _behind_records(step: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,8 +39,6 @@ def test_a_finished_request_becomes_a_record_without_dense_layers(tmp_path: Path
     assert (record.id, record.group, record.task, record.engine) == ("a", "g", "math", "vllm")
     assert record.token_ids is not None
     assert record.token_ids.tolist() == list(range(7))
-    assert (made.num_records, made.num_refused) == (1, 0)
-    assert made.num_bytes == next((tmp_path / "shards").iterdir()).stat().st_size
 
 
 def test_prompt_rows_that_were_left_out_are_rows_without_routes(tmp_path: Path) -> None:
@@ -58,15 +57,33 @@ def test_prompt_rows_that_were_left_out_are_rows_without_routes(tmp_path: Path) 
         (routes(6)[:, :, :1], "routed experts: have one expert a token"),
     ],
 )
-def test_routes_that_cannot_be_right_are_logged_with_the_request_counted_and_not_stored(
+def test_routes_that_cannot_be_right_are_logged_with_the_request_and_not_stored(
     found: np.ndarray | None, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = recorder(tmp_path / "store")
     made.record(FinishedRequest("bad", 4, 3, found))
     made.record(FinishedRequest("good", 4, 3, routes(6)))
     assert f"routes of request bad are not recorded: {message}" in caplog.text
-    assert (made.num_records, made.num_refused) == (1, 1)
     assert [entry.id for entry in ReplayStore(tmp_path / "store").scan()[0]] == ["good"]
+
+
+def test_an_observer_is_told_what_became_of_every_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[object, ...]] = []
+    observer = SimpleNamespace(
+        stored=lambda tokens, num_bytes: told.append((tokens, num_bytes)), dropped=lambda reason: told.append((reason,))
+    )
+    made = recorder(tmp_path)
+    made.observer = observer
+    made.record(FinishedRequest("a", 4, 3, routes(6)))
+    made.record(FinishedRequest("b", 4, 3, routes(5)))
+
+    def full(record: object) -> int:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(made._writer, "append", full)
+    made.record(FinishedRequest("c", 4, 3, routes(6)))
+    num_bytes = next((tmp_path / "shards").iterdir()).stat().st_size
+    assert told == [(7, num_bytes), ("refused",), ("storage",)]
 
 
 def test_labels_are_the_parameters_with_our_prefix() -> None:
