@@ -27,15 +27,21 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     without_pinned_memory()
-    HookRegistry.register(
-        "sglang.srt.distributed.parallel_state.init_model_parallel_group", without_nccl, HookType.BEFORE
-    )
+    group = "sglang.srt.distributed.parallel_state"
+    HookRegistry.register(f"{group}.init_model_parallel_group", without_nccl, HookType.BEFORE)
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        HookRegistry.register(f"{group}.GroupCoordinator.{name}", collective(f"_{name}"), HookType.REPLACE)
     HookRegistry.register(
         "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value",
         lambda self: 1,
         HookType.REPLACE,
     )
     HookRegistry.register("sglang.srt.layers.moe.topk.TopK.forward_native", with_padding, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor",
+        lambda self, output, input: self._all_gather_into_tensor(output, input),
+        HookType.REPLACE,  # SGLang's operator is one of CUDA's
+    )
 
 
 def without_pinned_memory() -> None:
@@ -57,6 +63,15 @@ def without_pinned_memory() -> None:
 def without_nccl(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before groups are made: gloo alone carries them."""
     return args, kwargs | {"use_pynccl": False, "use_custom_allreduce": False}
+
+
+def collective(name: str) -> Callable[..., Any]:
+    """Instead of a collective that is an operator for CUDA only: what that operator calls."""
+
+    def run(group: Any, output: Any, given: Any) -> Any:
+        return getattr(group, name)(output, given)
+
+    return run
 
 
 def with_padding(original: Callable[..., Any], self: Any, *args: Any, num_token_non_padded: Any = None, **kwargs: Any):
