@@ -37,11 +37,6 @@ def register() -> None:
         HookType.REPLACE,
     )
     HookRegistry.register("sglang.srt.layers.moe.topk.TopK.forward_native", with_padding, HookType.AROUND)
-    HookRegistry.register(
-        "sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor",
-        lambda self, output, input: self._all_gather_into_tensor(output, input),
-        HookType.REPLACE,  # SGLang's operator is one of CUDA's
-    )
 
 
 def without_pinned_memory() -> None:
