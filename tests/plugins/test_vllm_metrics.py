@@ -1,0 +1,78 @@
+"""Metrics of a real server on the CPU, with one front end and with two: they agree with the load."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from megaflux_serve.metrics.catalogue import CATALOGUE, Source
+from tests.plugins.engine_runs import PROMPTS, Server, serve
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+OPTIONS = {"megaflux": {"block_rows": 4, "replica_slots": 3}}
+FLAGS = ("--moe-backend", "megaflux", "--enable-expert-parallel", "--data-parallel-size", "2")
+
+
+@pytest.fixture(scope="module", params=["1", "2"], ids=["one front end", "two front ends"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Both of vLLM's modes: metrics of one process, and prometheus-client's multiprocess mode."""
+    flags = [*FLAGS, "--additional-config", json.dumps(OPTIONS), "--api-server-count", request.param]
+    with serve(flags, tmp_path_factory.mktemp("metrics") / "server.log") as running:
+        running.complete_together(PROMPTS)
+        yield running
+
+
+def scrape(server: Server) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """Labels and values by series name, once every worker has reported the requests before."""
+    time.sleep(2.5)
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=20) as response:
+        families = text_string_to_metric_families(response.read().decode())
+        found: dict[str, list[tuple[dict[str, str], float]]] = {}
+        for family in families:
+            for sample in family.samples:
+                found.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
+    return found
+
+
+def test_every_metric_of_layers_and_workers_is_there_beside_vllm_s_own(server: Server) -> None:
+    series = scrape(server)
+    for metric in CATALOGUE:
+        if metric.source in (Source.LAYERS, Source.WORKER):
+            for name in metric.series:
+                assert series.get(name), name
+    assert series["vllm:prompt_tokens_total"]
+    assert {labels["rank"] for labels, _ in series["megaflux_planner_seconds_count"]} == {"0", "1"}
+
+
+def test_counters_grow_with_the_requests(server: Server) -> None:
+    before = scrape(server)
+    server.complete_together(PROMPTS)
+    after = scrape(server)
+
+    def growth(name: str, **labels: str) -> float:
+        values = [
+            sum(value for found, value in series[name] if found.items() >= labels.items()) for series in (before, after)
+        ]
+        return values[1] - values[0]
+
+    tokens = [growth("megaflux_tokens_total", layer=str(layer)) for layer in range(4)]
+    served = growth("vllm:prompt_tokens_total") + growth("vllm:generation_tokens_total")
+    assert len(set(tokens)) == 1  # every layer serves every token
+    assert served * 0.5 < tokens[0]  # prefix hits are not computed again; idle ranks add dummy rows
+    blocks = {
+        placement: growth("megaflux_rank_blocks_total", placement=placement) for placement in ("fixed", "planned")
+    }
+    assert blocks["fixed"] == blocks["planned"] == growth("megaflux_blocks_total") > 0
+    busiest = {p: growth("megaflux_busiest_rank_blocks_total", placement=p) for p in ("fixed", "planned")}
+    assert growth("megaflux_balanced_rank_blocks_total") <= busiest["planned"] < busiest["fixed"]
+    assert growth("megaflux_replicas_total", weights="resident") > 0
+    assert growth("megaflux_plan_decisions_total") == growth("megaflux_batches_total") > 0
+    assert growth("megaflux_layer_seconds_count", rank="1") == growth("megaflux_batches_total")
