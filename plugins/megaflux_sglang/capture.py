@@ -140,6 +140,13 @@ def check_capture(server_args: Any) -> None:
                 f"with the option capture, {reason}",
                 "drop the flag or the option",
             )
+    if getattr(server_args, "enable_dp_attention", False) and server_args.moe_a2a_backend == "none":
+        # Of a prompt that runs as a captured graph it takes the rows where the last decode graph had them.
+        raise UnsupportedError(
+            "--enable-dp-attention --moe-a2a-backend none",
+            "with the option capture, SGLang takes the rows of other ranks for a request's own",
+            f"use --moe-a2a-backend {NAME}, or drop the flag or the option",
+        )
 
 
 def begin(result: None, runner: Any, *args: Any, **kwargs: Any) -> None:

@@ -194,6 +194,13 @@ def test_flags_under_which_routes_are_not_known_are_refused(field: str, value: A
         capture.turn_routes_on(server_args({"capture": "replay"}, **{field: value}))
 
 
+def test_data_parallel_attention_needs_a_backend_that_leaves_each_rank_its_rows() -> None:
+    for backend in ("deepep", "megaflux"):
+        capture.check_capture(server_args(enable_dp_attention=True, moe_a2a_backend=backend))
+    with pytest.raises(UnsupportedError, match="--enable-dp-attention"):
+        capture.check_capture(server_args(enable_dp_attention=True, moe_a2a_backend="none"))
+
+
 @pytest.mark.skipif(not REAL, reason="SGLang is not installed")
 def test_flags_that_are_refused_are_flags_of_this_sglang() -> None:
     from sglang.srt.server_args import ServerArgs
