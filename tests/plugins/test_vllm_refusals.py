@@ -83,6 +83,7 @@ def test_a_value_that_is_not_allowed_is_named_with_what_is(flags: list[str], mes
         (["--enable-dbo"], "--enable-dbo"),
         (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2"),
         (["--quantization", "fp8"], "--quantization fp8"),
+        (["--cpu-offload-gb", "1"], "--cpu-offload-gb 1"),
     ],
 )
 def test_a_feature_that_is_not_served_is_named_with_the_reason(flags: list[str], named: str) -> None:

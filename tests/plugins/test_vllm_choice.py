@@ -1,0 +1,150 @@
+"""What the front end settles for all ranks: the executor that ``auto`` means, the largest batch, the gate's costs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+import megaflux_vllm
+from megaflux_vllm import choice
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from megaflux_serve.config import MegaFluxConfig
+from megaflux_serve.errors import ConfigError
+from megaflux_serve.planning.calibration import CALIBRATION_VARIABLE, store_costs
+from megaflux_serve.planning.gate import GateCosts
+from tests.plugins.test_vllm_refusals import TWO_RANKS, front_end, megaflux
+
+BF16 = ["--dtype", "bfloat16", *TWO_RANKS]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> None:
+    megaflux_vllm.register()
+
+
+@pytest.fixture(autouse=True)
+def _no_measurements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(CALIBRATION_VARIABLE, str(tmp_path / "calibration.json"))
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes vLLM's platform say that it is a node of GPUs; configurations have to be made before."""
+
+    def say(family: int = 90, linked: bool = True) -> None:
+        answers = {
+            "is_cuda": lambda: True,
+            "is_device_capability_family": lambda wanted: wanted == family,
+            "get_device_name": lambda: "NVIDIA A100",
+            "is_fully_connected": lambda devices: linked,
+            "device_id_to_physical_device_id": lambda index: index,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(type(current_platform), name, staticmethod(answer), raising=False)
+
+    return say
+
+
+def settled(config: VllmConfig) -> MegaFluxConfig:
+    """The options that every rank reads."""
+    return MegaFluxConfig.parse(config.additional_config["megaflux"])
+
+
+def chosen(*flags: str, num_ranks: int = 2, **options: Any) -> MegaFluxConfig:
+    """What ``settle`` makes of options; the configuration is made for the CPU, which refuses captured graphs."""
+    return choice.settle(front_end(*flags), MegaFluxConfig.parse(options), num_ranks)
+
+
+def test_auto_is_the_megakernel_where_model_and_machine_allow(pretend: Callable[..., None]) -> None:
+    config = front_end(*BF16, "--max-num-batched-tokens", "2048")
+    pretend()
+    options = choice.settle(config, MegaFluxConfig(), 2)
+    assert (options.executor, options.max_tokens) == ("megakernel", 1024)  # of two ranks that share rows
+    assert isinstance(options.gate, GateCosts)
+
+
+@pytest.mark.parametrize(
+    ("says", "flags", "options", "reason"),
+    [
+        ({"family": 80}, BF16, {}, "NVIDIA A100 is not of the Hopper generation"),
+        ({"linked": False}, BF16, {}, "the GPUs are not all connected by NVLink"),
+        ({}, TWO_RANKS, {}, "--dtype = 'float32' is not allowed; allowed: bfloat16"),
+        ({}, BF16, {"block_rows": 16}, "block_rows = 16 is not allowed; allowed: 128"),
+    ],
+)
+def test_the_log_says_why_auto_is_not_the_megakernel(
+    pretend: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    says: dict[str, Any],
+    flags: list[str],
+    options: dict[str, Any],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # vLLM's own handler would keep it from caplog
+    config = front_end(*flags)
+    pretend(**says)
+    caplog.set_level(logging.INFO, "vllm")
+    settled = choice.settle(config, MegaFluxConfig.parse(options), 2)
+    assert (settled.executor, settled.gate) == ("staged", "auto")
+    assert f"executor 'auto' is 'staged' here, not 'megakernel': {reason}" in caplog.text
+
+
+def test_ranks_on_other_nodes_are_an_obstacle(pretend: Callable[..., None]) -> None:
+    config = front_end(*BF16)
+    pretend()
+    assert choice.machine_obstacle(config, 2) is None
+    assert choice.machine_obstacle(config, 4) == "2 of 4 ranks are on this node, and it needs all of them"
+
+
+def test_what_is_settled_travels_with_the_configuration() -> None:
+    options = settled(front_end(*TWO_RANKS, *megaflux(replica_slots=3, plan_log="plans")))
+    assert (options.executor, options.replica_slots, str(options.plan_log)) == ("staged", 3, "plans")
+    json.dumps(options.model_dump(mode="json"))
+
+
+def test_measured_costs_are_preferred_to_estimates() -> None:
+    config = front_end(*BF16, *megaflux(executor="megakernel"))
+    estimated, measured = settled(config).gate, GateCosts(1, 2, 3, 4)
+    assert isinstance(estimated, GateCosts)
+    assert estimated.replica_ns > 10 * estimated.block_ns  # moving weights is dear
+    store_costs("128x64", measured, "NVIDIA H200")
+    assert choice.gate_costs(config) == measured
+
+
+@pytest.mark.parametrize("gate", [None, {"block_ns": 5, "replica_ns": 6, "plan_ns": 7, "hidden_permille": 8}])
+def test_a_gate_that_was_given_is_kept(gate: dict[str, int] | None) -> None:
+    options = settled(front_end(*BF16, *megaflux(executor="megakernel", gate=gate)))
+    assert options.gate == (gate if gate is None else GateCosts(**gate))
+
+
+def test_small_batches_can_be_handed_over_by_the_megakernel_only() -> None:
+    assert chosen(*BF16, executor="megakernel", min_tokens=64).min_tokens == 64
+    with pytest.raises(ConfigError, match="min_tokens = 64 is not allowed; allowed: 0 with executor 'staged'"):
+        chosen(*TWO_RANKS, min_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 17, "num_experts": 32}, "top_k = 17 is not allowed; allowed: 1 to 16"),
+        ({"moe_intermediate_size": 96}, "intermediate = 96 is not allowed; allowed: a multiple of 64"),
+    ],
+)
+def test_sizes_that_the_kernels_cannot_serve_are_named_before_an_engine_starts(
+    tmp_path: Path, changes: dict[str, int], message: str
+) -> None:
+    from megaflux_serve.errors import UnsupportedError
+    from tests.plugins.test_vllm_refusals import changed_model
+
+    with pytest.raises(UnsupportedError, match=message):
+        front_end(*BF16, *megaflux(executor="megakernel"), model=changed_model(tmp_path, **changes))
