@@ -1,4 +1,4 @@
-"""Metrics of a real server on the CPU, with one front end and with two: they agree with the load."""
+"""Metrics in vLLM: the hooks, and a real server on the CPU, whose figures agree with the load."""
 
 from __future__ import annotations
 
@@ -6,19 +6,70 @@ import json
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from megaflux_serve.metrics.catalogue import CATALOGUE, Source
+from megaflux_serve.metrics.snapshot import FOLDER_VARIABLE
 from tests.plugins.engine_runs import PROMPTS, Server, serve
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-
 OPTIONS = {"megaflux": {"block_rows": 4, "replica_slots": 3}}
 FLAGS = ("--moe-backend", "megaflux", "--enable-expert-parallel", "--data-parallel-size", "2")
+
+
+def test_a_folder_is_named_for_a_server_with_the_backend_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megaflux_vllm import metrics
+    from vllm.usage.usage_lib import UsageContext
+
+    from megaflux_serve.metrics import snapshot
+
+    named: list[Any] = []
+    monkeypatch.setattr(snapshot, "name_folder", lambda: named.append(True))
+
+    def create(args: Any, usage_context: Any = None) -> Any:
+        config = {"megaflux": {"metrics": args.metrics}}
+        return SimpleNamespace(kernel_config=SimpleNamespace(moe_backend=args.backend), additional_config=config)
+
+    hooked = metrics._naming_a_folder(create)
+    hooked(SimpleNamespace(backend="megaflux", metrics=True), UsageContext.LLM_CLASS)
+    hooked(SimpleNamespace(backend="megaflux", metrics=True))
+    hooked(SimpleNamespace(backend="triton", metrics=True), UsageContext.OPENAI_API_SERVER)
+    hooked(SimpleNamespace(backend="megaflux", metrics=False), UsageContext.OPENAI_API_SERVER)
+    assert named == []
+    hooked(SimpleNamespace(backend="megaflux", metrics=True), usage_context=UsageContext.OPENAI_API_SERVER)
+    assert named == [True]
+
+
+def test_a_registry_gets_the_layers_series_once_and_only_where_a_folder_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from megaflux_vllm import metrics
+
+    registry = CollectorRegistry()
+    hooked = metrics._adding_layers(lambda: registry)
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    assert b"megaflux" not in generate_latest(hooked())
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    assert hooked() is hooked() is registry
+    assert generate_latest(registry).count(b"# TYPE megaflux_batches_total") == 1
+
+
+def test_every_module_that_holds_vllm_s_function_gets_ours() -> None:
+    import megaflux_vllm
+    from megaflux_vllm import metrics
+    from vllm.entrypoints.serve.instrumentator import metrics as answers
+
+    megaflux_vllm.register()
+    megaflux_vllm.register()
+    assert metrics.is_installed()
+    assert hasattr(answers.get_prometheus_registry, "adds_megaflux_layers")
 
 
 @pytest.fixture(scope="module", params=["1", "2"], ids=["one front end", "two front ends"])
@@ -42,6 +93,8 @@ def scrape(server: Server) -> dict[str, list[tuple[dict[str, str], float]]]:
     return found
 
 
+@pytest.mark.engine
+@pytest.mark.timeout(600)
 def test_every_metric_of_layers_and_workers_is_there_beside_vllm_s_own(server: Server) -> None:
     series = scrape(server)
     for metric in CATALOGUE:
@@ -52,6 +105,8 @@ def test_every_metric_of_layers_and_workers_is_there_beside_vllm_s_own(server: S
     assert {labels["rank"] for labels, _ in series["megaflux_planner_seconds_count"]} == {"0", "1"}
 
 
+@pytest.mark.engine
+@pytest.mark.timeout(600)
 def test_counters_grow_with_the_requests(server: Server) -> None:
     before = scrape(server)
     server.complete_together(PROMPTS)
