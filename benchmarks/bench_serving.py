@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import itertools
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -54,15 +55,19 @@ class Run:
         options = self.options
         checkpoint = model.write(folder)
         length = options.prompt_tokens
-        cases = [PrefillCase(*case) for case in itertools.product(options.batches, options.chunks, options.routings)]
+        cases = prefill_cases(options.batches, options.chunks, options.routings)
         prefill = PrefillSamples(model, length)
+        tables = threading.Thread(target=prefill.prepare, args=(options.routings, folder))
+        if "prefill" in options.parts:
+            tables.start()  # while engines start
         for backends in _groups(options.backends, options.together):
             specs = [engine_spec(name, model, checkpoint, options.out / "logs", self.sizes) for name in backends]
             start = time.monotonic()
             with running(specs) as fleet:
                 self._report(fleet)
                 if "prefill" in options.parts:
-                    prefill.measure(fleet, cases, options.repeats, folder)
+                    tables.join()
+                    prefill.measure(fleet, cases, options.repeats)
                 if "stock" in fleet.members:
                     self._beside_stock(fleet, model)
             print(f"{model.name}, {' '.join(backends)}: {time.monotonic() - start:.0f} s in all", flush=True)
@@ -102,6 +107,13 @@ class Run:
 
     def _all_rows(self, bench: str) -> list[ResultRow]:
         return list(itertools.chain.from_iterable(self.rows[bench].values()))
+
+
+def prefill_cases(batches: Sequence[int], chunks: Sequence[int], routings: Sequence[str]) -> list[PrefillCase]:
+    """Every combination; of balanced routing, which is a control, only the middle batch at the largest budget."""
+    cases = [PrefillCase(*case) for case in itertools.product(batches, chunks, routings)]
+    control = (sorted(batches)[len(batches) // 2], max(chunks))
+    return [case for case in cases if case.routing != "balanced" or (case.batch, case.chunk) == control]
 
 
 def _groups(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:

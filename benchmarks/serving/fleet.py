@@ -114,9 +114,12 @@ class Fleet:
             try:
                 answers[name] = member.call(method, *arguments, timeout_s=timeout_s)
             except EngineError as error:
-                _leave_out(error, member)
-                del self.members[name]
+                self.leave_out(name, str(error))
         return answers
+
+    def leave_out(self, name: str, why: str) -> None:
+        """Stop an engine, say why, and go on without it."""
+        _leave_out(self.members.pop(name), why)
 
 
 @contextmanager
@@ -130,7 +133,7 @@ def running(specs: Sequence[EngineSpec]) -> Iterator[Fleet]:
             try:
                 seconds = member.wait_until_ready(deadline)
             except EngineError as error:
-                _leave_out(error, member)
+                _leave_out(member, str(error))
                 continue
             print(f"{member.name}: ready after {seconds:.0f} s", flush=True)
             ready[member.name] = member
@@ -142,8 +145,8 @@ def running(specs: Sequence[EngineSpec]) -> Iterator[Fleet]:
             member.stop()
 
 
-def _leave_out(error: EngineError, member: Member) -> None:
-    print(f"LEFT OUT from here: {error}", file=sys.stderr, flush=True)
+def _leave_out(member: Member, why: str) -> None:
+    print(f"LEFT OUT from here: {member.name}: {why}", file=sys.stderr, flush=True)
     member.stop()
 
 

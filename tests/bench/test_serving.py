@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from benchmarks.bench_serving import prefill_cases
 from benchmarks.cases import GPT_OSS
 from benchmarks.serving import agreement
 from benchmarks.serving.backends import BACKENDS, Sizes, engine_spec, megaflux_options
@@ -84,6 +85,12 @@ def test_options_of_every_backend_are_valid_for_every_model(backend: str, model:
             assert options.slot_layout(model.experts, 2).num_replica_slots == options.replica_slots
             assert (options.replica_slots == 0) == (backend == "fixed")
     assert megaflux_options("staged", model) == megaflux_options("pipelined", model) | {"transfer": "staged"}
+
+
+def test_balanced_routing_is_measured_once_as_a_control() -> None:
+    cases = prefill_cases([32, 8, 16], [16384, 32768], ["balanced", "real"])
+    assert [case for case in cases if case.routing == "balanced"] == [PrefillCase(16, 32768, "balanced")]
+    assert len(cases) == 1 + 6
 
 
 def test_prefill_compares_medians_with_fixed_and_the_faster_stock() -> None:
