@@ -64,6 +64,7 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
         super().__init__(moe)
         self.name, self.context, self.rows = name, rank_context(), RowShard.of(moe)
         self.replicated_moe: ReplicatedMoE | None = None
+        self.weights: tuple[Tensor, ...] = ()
         self.weight_versions: list[int] = []
 
     def maybe_roundup_sizes(self, hidden_size: int, intermediate_size: int, *args: Any) -> tuple[int, int]:
@@ -110,7 +111,9 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
         )
         if self.replicated_moe.on_device is not None:  # before vLLM measures memory and captures graphs
             self.replicated_moe.on_device.prepare(self.moe.experts_per_token)
+        self.weights = (layer.w13_weight, layer.w2_weight)
         self.context.startup.add(self.replicated_moe)
+        self.context.looks.append(self.notice_writes)
         if self.context.meter is not None:
             self.context.meter.watch(self.replicated_moe, self.moe.experts_per_token)
 
@@ -155,15 +158,20 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
         Raises:
             UnsupportedError: parameters were replaced by other tensors, which the layer would never read.
         """
-        weights, moe = (layer.w13_weight, layer.w2_weight), self.replicated_moe
-        if moe is None or weights[0].data_ptr() != moe.slots[0].home.w13.data_ptr():
+        moe = self.replicated_moe
+        if moe is None or layer.w13_weight.data_ptr() != moe.slots[0].home.w13.data_ptr():
             raise UnsupportedError(
                 self.name, "its weight tensors were replaced by others", "copy new weights into them"
             )
-        if (versions := [weight._version for weight in weights]) != self.weight_versions:  # written without a loader
-            self.weight_versions = versions
-            moe.weights_updated()
+        self.notice_writes()
         return moe
+
+    def notice_writes(self) -> None:
+        """Forget replicas if the weights were written without a loader since the last look."""
+        versions = [weight._version for weight in self.weights]
+        if versions != self.weight_versions:
+            self.weight_versions = versions
+            self.weights_updated()
 
 
 def route_padding(topk_ids: Tensor, num_experts: int) -> Tensor:

@@ -5,6 +5,7 @@ Decides how vLLM's groups become the core's ranks. Knows nothing of plans or wei
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -24,9 +25,9 @@ from megaflux_serve.plan_log import PlanLog
 from megaflux_serve.slots import IntArray, SlotLayout
 from megaflux_serve.workspace import ExpertWeights, Workspace
 from megaflux_vllm.checks import megaflux_config, option_error
-from megaflux_vllm.failures import watch_failures
 from megaflux_vllm.metrics import worker_meter
 from megaflux_vllm.startup import Startup
+from megaflux_vllm.steps import watch_steps
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -44,6 +45,7 @@ class RankContext:
         observers: the plan log, on rank 0 and if one is asked for.
         meter: adds up what the layers do, where somebody asks for metrics.
         startup: says what the layers take.
+        looks: functions that notice what was written into a layer's weights, one a layer.
     """
 
     options: MegaFluxConfig
@@ -52,6 +54,12 @@ class RankContext:
     observers: list[Observer]
     meter: Meter | None
     startup: Startup
+    looks: list[Callable[[], None]]
+
+    def notice_writes(self) -> None:
+        """Have layers forget their replicas if somebody has written into their weights since the last look."""
+        for look in self.looks:
+            look()
 
     def home_weights(self, layout: SlotLayout, hidden: int, intermediate: int, dtype: torch.dtype) -> ExpertWeights:
         """Memory for the weights of one layer's E/P experts, on the device that vLLM builds the model for."""
@@ -84,13 +92,14 @@ def rank_context() -> RankContext:
             executor = select_executor(options, group.world_size, group.device_group, current_platform.device_type)
         except ConfigError as error:
             raise option_error(error) from None
-        if isinstance(executor, DeviceExecutor):
-            watch_failures(executor)
         workspace = Workspace(options.replica_slots if group.world_size > 1 else 0, options.sticky)
         logs = [PlanLog(options.plan_log)] if options.plan_log is not None and group.rank_in_group == 0 else []
         meter = worker_meter(options, executor, group.rank_in_group, config)
         startup = Startup(options, executor, is_told=group.rank_in_group == 0)
-        _contexts[group] = RankContext(options, executor, workspace, [*logs], meter, startup)
+        context = RankContext(options, executor, workspace, [*logs], meter, startup, looks=[])
+        if isinstance(executor, DeviceExecutor):
+            watch_steps(executor, context.notice_writes)
+        _contexts[group] = context
     return _contexts[group]
 
 

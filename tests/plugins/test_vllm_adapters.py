@@ -201,6 +201,7 @@ def context_of(group: Group, **options: Any) -> ranks.RankContext:
     config = VllmConfig(additional_config={"megaflux": options})
     with pytest.MonkeyPatch.context() as patch, set_current_vllm_config(config):
         patch.setattr("vllm.distributed.get_ep_group", lambda: group)
+        patch.setattr(ranks, "worker_meter", lambda *arguments: None)  # wants a model's name
         return ranks.rank_context()
 
 
@@ -232,7 +233,7 @@ def loaded_layer(
 ) -> tuple[method.MegaFluxMoEMethod, Layer]:
     """A layer of 8 experts on one rank, its weights loaded."""
     options = MegaFluxConfig(block_rows=4, **more)
-    context = ranks.RankContext(options, executor, Workspace(0), [], None, Startup(options, executor, is_told=True))
+    context = ranks.RankContext(options, executor, Workspace(0), [], None, Startup(options, executor, is_told=True), [])
     monkeypatch.setattr(method, "rank_context", lambda: context)
     monkeypatch.setattr(RowShard, "of", lambda moe: RowShard(1, 0))
     with set_current_vllm_config(VllmConfig()):

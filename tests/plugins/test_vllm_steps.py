@@ -1,4 +1,4 @@
-"""A failed wait ends the step whose tokens it spoilt, also where the step replays a captured graph."""
+"""What the host notices around steps that replay captured graphs: failed waits and weights written in place."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from megaflux_vllm import failures
+from megaflux_vllm import steps
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from megaflux_serve.errors import PeerTimeoutError
+
+STEPS = ("execute_model", "execute_dummy_batch", "sample_tokens")
 
 
 class Executor:
     """A device executor, as far as its failures."""
 
     has_failed = False
+
+    def __init__(self) -> None:
+        self.looks: list[str] = []
 
     def raise_failure(self) -> None:
         if self.has_failed:
@@ -39,14 +44,14 @@ class Copied(AsyncModelRunnerOutput):
 @pytest.fixture
 def executor(monkeypatch: pytest.MonkeyPatch) -> Executor:
     """Watched by a worker whose steps return what they are given."""
-    for name in ("execute_model", "sample_tokens"):
+    for name in STEPS:
         monkeypatch.setattr(Worker, name, lambda self, output: output)
     watched = Executor()
-    failures.watch_failures(watched)  # type: ignore[arg-type]
+    steps.watch_steps(watched, lambda: watched.looks.append("look"))  # type: ignore[arg-type]
     return watched
 
 
-@pytest.mark.parametrize("step", ["execute_model", "sample_tokens"])
+@pytest.mark.parametrize("step", STEPS)
 def test_a_step_raises_what_its_batch_has_reported(executor: Executor, step: str) -> None:
     worker = object.__new__(Worker)
     assert getattr(worker, step)("tokens") == "tokens"
@@ -60,3 +65,11 @@ def test_an_output_that_is_still_being_copied_raises_when_it_is_there(executor: 
     assert isinstance(output, AsyncModelRunnerOutput)
     with pytest.raises(PeerTimeoutError):
         output.get_output()
+
+
+def test_weights_are_looked_at_before_every_step_of_an_idle_rank_too(executor: Executor) -> None:
+    worker = object.__new__(Worker)
+    worker.execute_model("scheduled")
+    worker.sample_tokens("sampled")
+    worker.execute_dummy_batch("idle")
+    assert executor.looks == ["look", "look"]
