@@ -84,7 +84,7 @@ class Meter:
         timeouts = self.executor.timeouts() if isinstance(self.executor, DeviceExecutor) else []
         return Snapshot(
             self.worker,
-            [self._layers[index] for index in counted],
+            tuple(self._layers[index] for index in counted),
             [totals[index] for index in counted],
             self._memory(),
             timeouts,

@@ -1,8 +1,8 @@
 """Snapshot: what one worker process has added up so far, as it passes from the worker to whoever answers ``/metrics``.
 
-Decides the bytes: one line of JSON, then the totals of every layer as little-endian int64. Workers write snapshots into
-one folder, a file a rank that is replaced as a whole; readers need nothing else, so that an engine's own metrics keep
-the mode they are in. Knows neither engines nor names of metrics.
+Decides the bytes: two lines of JSON, what stays and what changes, then the totals of every layer as little-endian
+int64. Workers write snapshots into one folder, a file a rank that is replaced as a whole; readers need nothing else, so
+that an engine's own metrics keep the mode they are in. Knows neither engines nor names of metrics.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ class Snapshot:
     """
 
     worker: Worker
-    layers: Sequence[LayerInfo]
+    layers: tuple[LayerInfo, ...]
     totals: Sequence[NDArray[np.int64]]
     memory: dict[str, int]
     timeouts: Sequence[str]
@@ -111,16 +112,9 @@ class Snapshot:
 
     def encode(self) -> bytes:
         """The snapshot as bytes."""
-        head = {
-            "version": VERSION,
-            "worker": asdict(self.worker),
-            "layers": [asdict(layer) for layer in self.layers],
-            "memory": self.memory,
-            "timeouts": list(self.timeouts),
-            "time": self.time,
-        }
+        changing = {"memory": self.memory, "timeouts": list(self.timeouts), "time": self.time}
         words = [totals.astype("<i8", copy=False).tobytes() for totals in self.totals]
-        return b"".join([json.dumps(head).encode(), b"\n", *words])
+        return b"".join([_lasting(self.worker, self.layers), json.dumps(changing).encode(), b"\n", *words])
 
     @classmethod
     def decode(cls, data: bytes, source: str) -> Snapshot:
@@ -133,13 +127,13 @@ class Snapshot:
         Raises:
             InputError: they are of another version, or no snapshot.
         """
-        line, _, words = data.partition(b"\n")
         try:
-            head: dict[str, Any] = json.loads(line)
+            lasting, changing, words = data.split(b"\n", 2)
+            head: dict[str, Any] = json.loads(lasting) | json.loads(changing)
             if head["version"] != VERSION:
                 raise InputError(source, f"has version {head['version']}", f"version {VERSION}")
             worker = Worker(**head["worker"])
-            layers = [LayerInfo(**layer | {"home_rank": tuple(layer["home_rank"])}) for layer in head["layers"]]
+            layers = tuple(LayerInfo(**layer | {"home_rank": tuple(layer["home_rank"])}) for layer in head["layers"])
             sizes = [totals_map(worker.num_ranks, len(layer.home_rank)).num_words for layer in layers]
             totals = np.frombuffer(words, dtype="<i8")
             if totals.size != sum(sizes):
@@ -154,6 +148,14 @@ class Snapshot:
     def write(self, folder: Path) -> None:
         """Replace this rank's file in the folder."""
         write_atomically(folder / f"rank-{self.worker.rank}{SUFFIX}", self.encode())
+
+
+@lru_cache(maxsize=1)
+def _lasting(worker: Worker, layers: tuple[LayerInfo, ...]) -> bytes:
+    """The first line, which is some ten thousand numbers: made once, so that a worker is not held up every second."""
+    return (
+        json.dumps({"version": VERSION, "worker": asdict(worker), "layers": list(map(asdict, layers))}).encode() + b"\n"
+    )
 
 
 def name_folder() -> Path:

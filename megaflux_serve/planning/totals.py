@@ -46,7 +46,7 @@ class LayerTotals:
         """Add one batch."""
         rows, loads, fixed = plan.counts.sum(axis=0), plan.loads, plan.fixed_loads
         blocks, ranks = int(loads.sum()), plan.layout.num_ranks
-        busiest, fixed_busiest, replicas = plan.max_load, int(fixed.max()), plan.num_replicas
+        busiest, fixed_busiest, replicas = int(loads.max()), int(fixed.max()), plan.replicas
         sums = self._regions["sums"]
         for total, amount in (
             (Total.BATCHES, 1),
@@ -55,10 +55,10 @@ class LayerTotals:
             (Total.BUSIEST, busiest),
             (Total.FIXED_BUSIEST, fixed_busiest),
             (Total.BALANCED, -(-blocks // ranks)),
-            (Total.MOVED, plan.blocks_moved),
-            (Total.REPLICAS, replicas),
+            (Total.MOVED, plan.blocks[replicas[:, 0], replicas[:, 1]].sum()),
+            (Total.REPLICAS, len(replicas)),
             (Total.TRANSFERS, len(plan.transfers)),
-            (Total.REPLICATED, min(replicas, 1)),
+            (Total.REPLICATED, len(replicas) > 0),
             (Total.REFUSED, plan.gated),
         ):
             sums[total] += amount

@@ -154,7 +154,7 @@ def test_a_snapshot_comes_back_as_it_was_and_a_damaged_one_is_named(tmp_path: Pa
     back = Snapshot.decode(data, "s")
     assert all(np.array_equal(a, b) for a, b in zip(back.totals, snapshot.totals, strict=True))
     assert replace(back, totals=[]) == replace(snapshot, totals=[])
-    for damaged in (data[:-8], b"{}\n", b"", data.replace(b'"version": 1', b'"version": 9', 1)):
+    for damaged in (data[:-8], b"{}\n", b"", data.replace(b"{", b"", 1)):
         with pytest.raises(InputError, match=r"^s: "):
             Snapshot.decode(damaged, "s")
 
