@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("sglang.megaflux")
 FIRST_RELEASE = (0, 5, 14)
+COPIES_BY_ITSELF = (0, 5, 18)
 SAMPLE = re.compile(r"(.+)_[0-9a-f]{32}")
 """How SGLang names one of several samples of a prompt: the request's id and 32 hexadecimal digits."""
 
@@ -76,10 +77,12 @@ def hooks() -> tuple[versions.Hook, ...]:
     components = "sglang.srt.managers.scheduler_components"
     updater = f"{components}.weight_updater.SchedulerWeightUpdaterManager"
     sources = ("disk", "tensor", "distributed", "ipc")
+    mended = versions.release(versions.engine_version()) >= COPIES_BY_ITSELF
+    mend: versions.Hook = ("sglang.srt.state_capturer.base.BaseTopkCapturer.on_forward_end", own_copies, "after")
     return (
         turn_on,
         ("sglang.srt.model_executor.model_runner.ModelRunner.init_routed_experts_capturer", begin, "after"),
-        ("sglang.srt.state_capturer.base.BaseTopkCapturer.on_forward_end", own_copies, "after"),
+        *(() if mended else (mend,)),
         (
             f"{components}.batch_result_processor.SchedulerBatchResultProcessor._maybe_collect_routed_experts",
             record_finished,
@@ -191,7 +194,7 @@ def own_copies(result: Any, *args: Any, **kwargs: Any) -> None:
     With overlapped scheduling SGLang copies them to the host while the next batch already runs. Before 0.5.18 it copies
     from the buffer that this batch writes again, so that requests could get routes of others.
     """
-    if result is not None and result.topk._is_view():
+    if result is not None:
         result.out_cache_loc, result.topk = result.out_cache_loc.clone(), result.topk.clone()
 
 

@@ -146,16 +146,18 @@ def test_an_update_that_names_a_version_and_succeeds_sets_the_version_of_later_r
         assert wanted == capture.STATE.weights_version
 
 
-def test_routes_in_a_buffer_that_is_written_again_are_copied_and_others_are_not() -> None:
+def test_routes_in_a_buffer_that_is_written_again_are_copied_where_sglang_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     buffer, places = torch.arange(12).view(6, 2), torch.arange(3)
     output = SimpleNamespace(topk=buffer[:3], out_cache_loc=places)
     capture.own_copies(output)
     buffer.zero_()
     assert output.topk.tolist() == [[0, 1], [2, 3], [4, 5]]
-    topk = output.topk
-    capture.own_copies(output)
-    assert output.topk is topk
-    capture.own_copies(None)
+    capture.own_copies(None)  # without overlap
+    for version, is_hooked in (("0.5.17", True), ("0.5.18", False)):
+        monkeypatch.setattr(versions, "engine_version", lambda version=version: version)
+        assert (capture.own_copies in [hook for _, hook, _ in capture.hooks()]) is is_hooked
 
 
 def server_args(options: Any = None, **fields: Any) -> Any:
