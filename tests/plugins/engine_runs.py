@@ -161,8 +161,9 @@ def run_offline(runs: list[dict[str, Any]], folder: Path) -> dict[str, list[list
     """Greedy tokens after ``PROMPTS`` of one engine after the other.
 
     Args:
-        runs: ``name``, ``model`` and keyword arguments of ``vllm.LLM`` as ``options``; ``reload`` names a checkpoint
-            whose weights are loaded afterwards, for tokens under the name ``<name>, reloaded``.
+        runs: ``name``, ``model`` and keyword arguments of ``vllm.LLM`` as ``options``, beside or instead of those that
+            every test wants; ``reload`` names a checkpoint whose weights are loaded afterwards, for tokens under the
+            name ``<name>, reloaded``.
         folder: for files.
 
     Returns:
@@ -195,7 +196,7 @@ def main(request: Path, answer: Path) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     tokens = {}
     for run in json.loads(request.read_text()):
-        llm = LLM(model=run["model"], **COMMON, **run["options"])
+        llm = LLM(model=run["model"], **(COMMON | run["options"]))
 
         def generate(llm: Any = llm) -> list[list[int]]:
             return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, sampling, use_tqdm=False)]
