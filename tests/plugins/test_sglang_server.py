@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from tests.plugins.engine_runs import PROMPTS, TINY_MOE
+from tests.plugins.scrapes import missing, scrape, total
 from tests.plugins.sglang_runs import MEGAFLUX, Server, needs_sglang, serve
 
 safetensors = pytest.importorskip("safetensors.torch")
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800), needs_sglang]
 
-TWO_RANKS = ["--tp-size", "2", "--ep-size", "2", "--enable-return-routed-experts", *MEGAFLUX]
+TWO_RANKS = ["--tp-size", "2", "--ep-size", "2", "--enable-return-routed-experts", "--enable-metrics", *MEGAFLUX]
 ATTENTION = {"tensor parallel": [], "data parallel": ["--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head"]}
 
 
@@ -102,6 +103,20 @@ def test_replicas_open_and_no_rank_computes_more_than_without(megaflux: tuple[st
     records = plans(folder)
     assert sum(plan["replicas"] for plan in records) > 0
     assert all(max(plan["loads"]) <= max(plan["fixed_loads"]) for plan in records)
+
+
+def test_metrics_of_both_ranks_grow_with_the_load(megaflux: tuple[str, Server, Path]) -> None:
+    _, server, _ = megaflux
+    before = scrape(server.url)
+    assert missing(before) == []
+    server.generate_together(PROMPTS)
+    after = scrape(server.url)
+    batches = total(after, "megaflux_batches_total") - total(before, "megaflux_batches_total")
+    assert batches > 0
+    for rank in ("0", "1"):
+        counts = (total(series, "megaflux_layer_seconds_count", rank=rank) for series in (after, before))
+        assert np.subtract(*counts) == batches
+    assert after["sglang:prompt_tokens_total"]
 
 
 def test_routes_of_every_token_equal_a_plain_forward(megaflux: tuple[str, Server, Path]) -> None:

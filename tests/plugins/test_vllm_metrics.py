@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +10,10 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
-from megaflux_serve.metrics.catalogue import CATALOGUE, Source
 from megaflux_serve.metrics.snapshot import FOLDER_VARIABLE
 from tests.plugins.engine_runs import PROMPTS, Server, serve
+from tests.plugins.scrapes import missing, scrape, total
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -81,26 +78,11 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield running
 
 
-def scrape(server: Server) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """Labels and values by series name, once every worker has reported the requests before."""
-    time.sleep(2.5)
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=20) as response:
-        families = text_string_to_metric_families(response.read().decode())
-        found: dict[str, list[tuple[dict[str, str], float]]] = {}
-        for family in families:
-            for sample in family.samples:
-                found.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
-    return found
-
-
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_every_metric_of_layers_and_workers_is_there_beside_vllm_s_own(server: Server) -> None:
-    series = scrape(server)
-    for metric in CATALOGUE:
-        if metric.source in (Source.LAYERS, Source.WORKER):
-            for name in metric.series:
-                assert series.get(name), name
+    series = scrape(server.url)
+    assert missing(series) == []
     assert series["vllm:prompt_tokens_total"]
     assert {labels["rank"] for labels, _ in series["megaflux_planner_seconds_count"]} == {"0", "1"}
 
@@ -108,15 +90,12 @@ def test_every_metric_of_layers_and_workers_is_there_beside_vllm_s_own(server: S
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_counters_grow_with_the_requests(server: Server) -> None:
-    before = scrape(server)
+    before = scrape(server.url)
     server.complete_together(PROMPTS)
-    after = scrape(server)
+    after = scrape(server.url)
 
     def growth(name: str, **labels: str) -> float:
-        values = [
-            sum(value for found, value in series[name] if found.items() >= labels.items()) for series in (before, after)
-        ]
-        return values[1] - values[0]
+        return total(after, name, **labels) - total(before, name, **labels)
 
     tokens = [growth("megaflux_tokens_total", layer=str(layer)) for layer in range(4)]
     served = growth("vllm:prompt_tokens_total") + growth("vllm:generation_tokens_total")
