@@ -86,8 +86,7 @@ class MegaFluxMoEMethod(UnquantizedFusedMoEMethod):
                 result nobody reads.
         """
         moe, topk = self.home_weights_checked(layer), dispatch_output.topk_output
-        ids = route_padding(topk.topk_ids, self.layout.num_experts)
-        batch = RoutingBatch(dispatch_output.hidden_states, ids, topk.topk_weights.float())
+        batch = RoutingBatch(dispatch_output.hidden_states, route_padding(topk.topk_ids), topk.topk_weights.float())
         return StandardCombineInput(hidden_states=moe.forward_rank(batch))
 
     def home_weights_checked(self, layer: FusedMoE) -> ReplicatedMoE:
@@ -110,16 +109,19 @@ def weights_updated() -> None:
         moe.weights_updated()
 
 
-def route_padding(topk_ids: Tensor, num_experts: int) -> Tensor:
-    """Give rows of padding, which SGLang marks with -1, valid routes that load all experts alike.
+def route_padding(topk_ids: Tensor) -> Tensor:
+    """Give rows of padding, which SGLang marks with -1, valid routes that cost next to nothing: the first row's.
+
+    A captured batch of decode may be padding for the most part. Its rows then join token blocks that are computed
+    anyway and mostly empty; spread over all experts, they would have every expert's weights read. Where the first row
+    is padding as well, on a rank without requests, they go to the first k experts.
 
     Args:
         topk_ids: integer [M, k].
-        num_experts: E, at least k.
     """
-    num_rows, top_k = topk_ids.shape
-    spread = torch.arange(num_rows * top_k, dtype=topk_ids.dtype, device=topk_ids.device) % num_experts
-    return torch.where(topk_ids < 0, spread.view(num_rows, top_k), topk_ids)
+    first = topk_ids[:1]
+    some_experts = torch.arange(topk_ids.shape[1], dtype=topk_ids.dtype, device=topk_ids.device)
+    return torch.where(topk_ids < 0, torch.where(first < 0, some_experts, first), topk_ids)
 
 
 __all__ = ["MegaFluxMoEMethod", "weights_updated"]

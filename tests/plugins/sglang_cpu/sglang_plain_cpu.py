@@ -61,10 +61,13 @@ def without_nccl(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, 
 
 
 def collective(name: str) -> Callable[..., Any]:
-    """Instead of a collective that is an operator for CUDA only: what that operator calls."""
+    """Instead of a collective that is an operator for CUDA only: what that operator calls.
+
+    The router in PyTorch gives int64 ids where the one on GPUs gives int32, for which SGLang makes its buffers.
+    """
 
     def run(group: Any, output: Any, given: Any) -> Any:
-        return getattr(group, name)(output, given)
+        return getattr(group, name)(output, given.to(output.dtype))
 
     return run
 
