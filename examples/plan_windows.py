@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=9401, help="of the metrics, at 127.0.0.1 (default: 9401)")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between windows (default: 10)")
     args = parser.parse_args()
+    events.prepare_windows()
     start_http_server(args.port, addr="127.0.0.1")
     placement: Placement | None = None
     for number in count(1):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megaflux_serve.metrics import catalogue
-from megaflux_serve.metrics.catalogue import Kind, Metric
+from megaflux_serve.metrics.catalogue import Kind, Metric, Source
 
 if TYPE_CHECKING:
     from megaflux_serve.routepack import WindowPlan
@@ -41,6 +41,16 @@ class CaptureEvents:
     def dropped(self, reason: str) -> None:
         """A request is not stored: ``refused`` or ``storage``."""
         instrument(catalogue.CAPTURE_DROPPED).labels(*self._labels, reason).inc()
+
+
+def prepare_windows() -> None:
+    """Show counters and histograms of windows at 0 from now on, so that the first window is an increase, too.
+
+    Gauges come with the first plan: a 0 would claim one.
+    """
+    for metric in catalogue.CATALOGUE:
+        if metric.source is Source.WINDOW and metric.kind is not Kind.GAUGE:
+            instrument(metric)
 
 
 def window_sealed(seconds: float) -> None:
@@ -86,4 +96,4 @@ def _make(metric: Metric) -> Any:
     return prometheus_client.Histogram(metric.name, metric.help, labels, buckets=metric.buckets)
 
 
-__all__ = ["CaptureEvents", "instruments", "window_planned", "window_sealed"]
+__all__ = ["CaptureEvents", "instruments", "prepare_windows", "window_planned", "window_sealed"]
