@@ -73,6 +73,9 @@ makes one in memory if you name none, and turns the files into series when it is
 stay in the mode that they are in, and `PROMETHEUS_MULTIPROC_DIR` is not needed for ours. A worker that has ended
 leaves its last figures; `megaflux_last_report_timestamp_seconds` tells.
 
+Where ranks are spread over several servers, as with external load balancing, each server shows its own workers, and the
+one with rank 0 the plans.
+
 Dummy batches count: those of an engine's start, of graph capture, and of idle data-parallel ranks. Batches that the
 option `min_tokens` leaves to the engine's own kernels do not.
 

@@ -1,6 +1,7 @@
 """From layers to series: catalogue, meter, snapshots and collector, on layers that run in this process."""
 
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from megaflux_serve.metrics.catalogue import BY_NAME, CATALOGUE, SERVER_LABELS, 
 from megaflux_serve.metrics.events import CaptureEvents, window_planned, window_sealed
 from megaflux_serve.metrics.exporter import LATELY_S, LayerCollector, RecentRows, layer_labels
 from megaflux_serve.metrics.meter import Meter
-from megaflux_serve.metrics.snapshot import Snapshot, Worker, read_snapshots
+from megaflux_serve.metrics.snapshot import FOLDER_VARIABLE, Snapshot, Worker, read_snapshots
 from megaflux_serve.metrics.textfile import add_to_textfile
 from megaflux_serve.planning.gate import GateCosts
 from megaflux_serve.routepack import PlanOptions, SearchOptions, Topology, plan_window
@@ -166,6 +167,30 @@ def test_a_snapshot_that_cannot_be_read_is_logged_and_the_rest_is_answered(
     with caplog.at_level(logging.ERROR, "megaflux"):
         assert scrape(tmp_path) == {}
     assert "rank-9.snapshot: is no snapshot" in caplog.text
+
+
+def named_folder(environment: dict[str, str]) -> tuple[Path, str]:
+    """The folder that a process with these variables names for its children, and its mode, once the process has ended."""
+    program = (
+        "import os\n"
+        "from megaflux_serve.metrics.snapshot import FOLDER_VARIABLE, name_folder\n"
+        "folder = name_folder()\n"
+        "assert name_folder() == folder and os.environ[FOLDER_VARIABLE] == str(folder)\n"
+        "print(folder, oct(folder.stat().st_mode & 0o777))\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=120)
+    folder, mode = done.stdout.split()
+    return Path(folder), mode
+
+
+def test_a_folder_of_our_own_is_this_user_s_alone_and_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != FOLDER_VARIABLE}
+    folder, mode = named_folder(environment)
+    assert (mode, folder.exists()) == ("0o700", False)
+    folder, _ = named_folder(environment | {FOLDER_VARIABLE: str(tmp_path)})
+    assert folder == tmp_path
+    assert folder.exists()
 
 
 def test_no_worker_yet_is_no_series(tmp_path: Path) -> None:
