@@ -170,7 +170,7 @@ def test_a_snapshot_that_cannot_be_read_is_logged_and_the_rest_is_answered(
 
 
 def named_folder(environment: dict[str, str]) -> tuple[Path, str]:
-    """The folder that a process with these variables names for its children, and its mode, once the process has ended."""
+    """The folder that a process with these variables named for its children, and its mode; the process has ended."""
     program = (
         "import os\n"
         "from megaflux_serve.metrics.snapshot import FOLDER_VARIABLE, name_folder\n"
