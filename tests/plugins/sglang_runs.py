@@ -29,7 +29,6 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
-    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # cores of each rank
     "SGLANG_PLATFORM": "plain_cpu",
 }
 FLAGS = ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--mem-fraction-static", "0.1"]
@@ -102,13 +101,15 @@ def serve(
         port = probe.getsockname()[1]
     command = [PYTHON, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1"]
     command += ["--port", str(port), *FLAGS, *options]
+    num_ranks = int(options[options.index("--tp-size") + 1]) if "--tp-size" in options else 1
+    cores = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(num_ranks))
     server = Server(f"http://127.0.0.1:{port}")
     with log.open("w") as output:
         process = subprocess.Popen(
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=os.environ | ENVIRONMENT | (environment or {}),
+            env=os.environ | ENVIRONMENT | {"SGLANG_CPU_OMP_THREADS_BIND": cores} | (environment or {}),
             start_new_session=True,
         )
     try:
