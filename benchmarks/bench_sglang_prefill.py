@@ -20,14 +20,17 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.cases import GPT_OSS
 from benchmarks.entry_points import write_metadata
 from benchmarks.harness import ResultRow, RunContext, cpu_name, print_table, write_results
 from benchmarks.serving.backends import megaflux_options
+from benchmarks.serving.fleet import Fleet
 from benchmarks.serving.models import MODELS, ServedModel
 from benchmarks.serving.prefill import PrefillCase, PrefillSamples
 from benchmarks.serving.routes import ROUTINGS, trace_prompts
-from benchmarks.serving.sglang_fleet import ServerSpec, SglangFleet, running
+from benchmarks.serving.sglang_fleet import ServerSpec, running
 
 BENCH = "sglang_prefill"
 BACKENDS = ("stock", "stock-tp", "fixed", "sticky", "pipelined")
@@ -88,22 +91,18 @@ def measure(model: ServedModel, options: argparse.Namespace, environment: dict[s
     specs = [server_spec(backend, i, model, options, port) for i, backend in enumerate(options.backends)]
     cases = [PrefillCase(batch, options.chunk, routing) for routing in options.routings for batch in options.batches]
     samples = PrefillSamples(model, options.prompt_tokens)
-    with running(specs, environment, options.start_s) as fleet:
+    with running(specs, environment, options.start_s, lambda: samples.prepare(options.routings, work)) as fleet:
         yield from agreement(fleet, model)
-        samples.measure(fleet, cases, options.repeats, work)
+        samples.measure(fleet, cases, options.repeats)
     yield from (dataclasses.replace(row, bench=BENCH) for row in samples.rows())
 
 
-def agreement(fleet: SglangFleet, model: ServedModel) -> Iterator[ResultRow]:
-    """How many greedy tokens of short prompts, by the models' own routers, equal those of stock SGLang."""
-    prompts = trace_prompts(model, 16, 32)
-    answers = fleet.each("complete", prompts, 8)
-    for backend, tokens in answers.items():
-        if backend == "stock" or "stock" not in answers:
-            continue
-        pairs = [pair for a, b in zip(tokens, answers["stock"], strict=True) for pair in zip(a[:1], b[:1], strict=True)]
-        equal = sum(a == b for a, b in pairs) / len(pairs)
-        print(f"  {backend}: {100 * equal:.0f} % of {len(pairs)} first tokens equal those of stock", flush=True)
+def agreement(fleet: Fleet, model: ServedModel) -> Iterator[ResultRow]:
+    """The share of short prompts whose first greedy token, by the model's own router, is that of stock SGLang."""
+    first = fleet.each("complete", trace_prompts(model, 16, 32), 1)
+    for backend in first.keys() - {"stock"} if "stock" in first else ():
+        equal = float(np.mean([a == b for a, b in zip(first[backend], first["stock"], strict=True)]))
+        print(f"  {backend}: {100 * equal:.0f} % of {len(first[backend])} first tokens equal stock's", flush=True)
         yield ResultRow(BENCH, {"model": model.name, "backend": backend}, "first_tokens_equal", equal, "1")
 
 
@@ -150,13 +149,11 @@ def main() -> None:
     parser.add_argument("--start-s", type=float, default=200, help="time for all servers to start")
     parser.add_argument("--cpu", action="store_true", help="dry run: the tiny model, small sizes")
     options = parser.parse_args()
-    environment = dict(ENVIRONMENT)
+    places = (os.environ.get("PYTHONPATH"), str(plugin_metadata(options.out / "work" / "metadata").absolute()))
+    environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
     if options.cpu:
         options.models, options.prompt_tokens, options.chunk, options.cache_tokens = ["tiny"], 60, 128, 4096
         environment |= {"SGLANG_PLATFORM": "plain_cpu", "OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    else:
-        places = (os.environ.get("PYTHONPATH"), str(plugin_metadata(options.out / "work" / "metadata").absolute()))
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
     if not GPT_OSS.is_file() and set(options.routings) - {"balanced"}:
         print(f"real routings are left out: no {GPT_OSS} (set MEGAFLUX_TRACES)", flush=True)
         options.routings = ["balanced"]

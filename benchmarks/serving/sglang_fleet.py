@@ -1,4 +1,4 @@
-"""SGLang servers on the same GPUs, with the interface of ``fleet.Fleet``, so that ``PrefillSamples`` can measure them.
+"""SGLang servers on the same GPUs, as members of a ``fleet.Fleet``, so that ``PrefillSamples`` can measure them.
 
 Decides how servers are started, asked over HTTP and told what to route. Batches are sent as one request, so that both
 ranks find their part of it when they schedule.
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.serving.fleet import Answers, EngineError
+from benchmarks.serving.fleet import EngineError, Fleet
 from benchmarks.serving.sglang_routes import CONTROL
 from megaflux_serve.durable import write_atomically
 
@@ -50,7 +50,7 @@ class ServerSpec:
 
 
 class SglangServer:
-    """A running server, and the methods that ``SglangFleet.each`` can call.
+    """A running server: a member of a fleet.
 
     Args:
         spec: the server.
@@ -58,7 +58,7 @@ class SglangServer:
     """
 
     def __init__(self, spec: ServerSpec, environment: dict[str, str]) -> None:
-        self.spec = spec
+        self.spec, self.name = spec, spec.name
         spec.folder.mkdir(parents=True, exist_ok=True)
         self.log = spec.folder / "server.log"
         given = {} if spec.options is None else {"MEGAFLUX_OPTIONS": json.dumps(spec.options)}
@@ -88,6 +88,10 @@ class SglangServer:
                 if time.monotonic() > deadline:
                     raise self.failure("did not start in time") from None
             time.sleep(0.5)
+
+    def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        """The value of one of the methods below, each of which is bounded by itself."""
+        return getattr(self, method)(*arguments)
 
     def batch_seconds(self, prompts: Sequence[list[int]], max_tokens: int, chunk: int) -> float:
         """Seconds until every request has ``max_tokens`` tokens; the chunk budget is the server's own."""
@@ -159,46 +163,31 @@ class SglangServer:
         return EngineError(f"server {self.spec.name} {what}; its log ends with\n{shown}")
 
 
-class SglangFleet:
-    """The servers that still answer.
-
-    Attributes:
-        members: by backend, in the order in which they are asked.
-    """
-
-    def __init__(self, members: dict[str, SglangServer]) -> None:
-        self.members = members
-
-    def each(self, method: str, *arguments: Any) -> Answers:
-        """Ask the servers one after the other; the answers by backend, without a server that fails now."""
-        answers = {}
-        for name, member in list(self.members.items()):
-            try:
-                answers[name] = getattr(member, method)(*arguments)
-            except EngineError as error:
-                print(f"LEFT OUT from here: {error}", file=sys.stderr, flush=True)
-                member.stop()
-                del self.members[name]
-        return answers
-
-
 @contextmanager
-def running(specs: Sequence[ServerSpec], environment: dict[str, str], start_s: float) -> Iterator[SglangFleet]:
-    """The servers that start; why one does not is printed, and the others are measured without it."""
+def running(
+    specs: Sequence[ServerSpec], environment: dict[str, str], start_s: float, meanwhile: Callable[[], None]
+) -> Iterator[Fleet]:
+    """The servers that start; why one does not is printed, and the others are measured without it.
+
+    Args:
+        specs: the servers.
+        environment: added to this process's.
+        start_s: that all of them have to start.
+        meanwhile: done while they start.
+    """
     begin = time.monotonic()
-    servers = [SglangServer(spec, environment) for spec in specs]
-    ready: dict[str, SglangServer] = {}
+    servers = {spec.name: SglangServer(spec, environment) for spec in specs}
+    fleet = Fleet(dict(servers))
     try:
-        for server in servers:
+        meanwhile()
+        for name, server in servers.items():
             try:
                 server.wait_until_ready(begin + start_s)
             except EngineError as error:
-                print(f"LEFT OUT from here: {error}", file=sys.stderr, flush=True)
-                server.stop()
-                continue
-            print(f"{server.spec.name}: ready after {time.monotonic() - begin:.0f} s", flush=True)
-            ready[server.spec.name] = server
-        yield SglangFleet(ready)
+                fleet.leave_out(name, str(error))
+            else:
+                print(f"{name}: ready after {time.monotonic() - begin:.0f} s", flush=True)
+        yield fleet
     finally:
-        for server in servers:
+        for server in servers.values():
             server.stop()
