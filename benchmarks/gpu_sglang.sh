@@ -2,10 +2,10 @@
 # SGLang servers on a host with two Hopper GPUs; logs and results go to $OUT (default ./out).
 #   benchmarks/gpu_sglang.sh [STEP...]        default: prefill; seconds are the most that a step takes
 #
-#   smoke      200  does a server of ours start, with data-parallel attention and captured graphs, and answer like stock?
-#   prefill    240  prefill latency of stock and ours, four servers side by side, tokens compared first
+#   smoke      220  does a server of ours start, with data-parallel attention and captured graphs, and answer like stock?
+#   prefill    270  prefill latency of stock and ours, three servers side by side, first tokens compared before
 #
-# The first start of SGLang on a host compiles for two minutes. Real routes need MEGAFLUX_TRACES. ARGUMENTS are added to
+# The first start of SGLang on a host compiles for two minutes; about 60 s less of each from then on. Real routes need MEGAFLUX_TRACES. ARGUMENTS are added to
 # those of bench_sglang_prefill.py.
 cd "$(dirname "$0")/.." || exit
 . benchmarks/gpu_steps.sh
@@ -25,10 +25,10 @@ servers() { # name, seconds, options
   return $status
 }
 smoke() {
-  servers smoke 200 --layers 4 --backends stock sticky --batches 8 --routings balanced --repeats 2 --start-s 150
+  servers smoke 220 --layers 4 --backends stock sticky --batches 8 --routings balanced --repeats 2 --start-s 180
 }
 prefill() {
-  servers prefill 240 --start-s 150
+  servers prefill 270 --backends stock fixed sticky --routings balanced real-hot-rank --start-s 190
 }
 
 run_steps "$@"
