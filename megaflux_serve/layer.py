@@ -185,10 +185,7 @@ class ReplicatedMoE:
             observer(report)
 
     def weights_updated(self) -> None:
-        """Home weights of this process changed: before the next batch, every rank forgets its resident replicas.
-
-        With a device executor every rank has to call this before the same batch.
-        """
+        """Home weights of this process changed: before the next batch, every rank forgets its resident replicas."""
         if self.on_device is not None:
             self.on_device.forget_replicas()
         self.is_stale = True

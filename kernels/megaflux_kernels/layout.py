@@ -24,6 +24,11 @@ MAX_BLOCKS = (1 << 23) - 1  # a load is 23 bits
 MAX_ASSIGNMENTS = 1 << 24  # token * k + j is 24 bits of ``row_source``
 MAX_PENALTY = 4096  # lambda * P * s stays below a load's range
 
+STALE = -2
+"""In a table of resident copies: this rank's weights are newer than the copies of them, wherever they are."""
+STALE_COUNT = 1 << 30
+"""Added to the count of expert 0 that a stale rank sends; a count is below 2**24."""
+
 
 class ShapeError(ValueError):
     """A shape that the kernels cannot serve; the message names field, value and what is allowed."""

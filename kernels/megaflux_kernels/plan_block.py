@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from megaflux_kernels.layout import MAX_SHARED_BYTES, Header, SearchShape, ShapeError
+from megaflux_kernels.layout import MAX_SHARED_BYTES, STALE, Header, SearchShape, ShapeError
 from megaflux_kernels.refine import Refine
 from megaflux_kernels.search import NUM_CANDIDATES, Options, Search, SearchState, state_at, state_words
 from megaflux_kernels.slots import Copies, PlanTables, Slots, SlotScratch, plan_tables, scratch_sizes
@@ -227,6 +227,24 @@ class PlanBlock:
                 at = sc.home_of[sc.resident[i]] * shape.mask_words + (rank >> 5)
                 arch.atomic_or(sc.holds_copy.iterator + at, Int32(1) << (rank & 31), sem="relaxed", scope="cta")
         arch.sync_threads()
+
+    @cute.jit
+    def is_stale(self, base):
+        """Int32, 1 if the copies that this rank holds are of weights before the present ones."""
+        stale = Int32(0)
+        if const_expr(self.shape.num_replicas > 0):
+            if self.views(base)[0].resident[0] == STALE:
+                stale = Int32(1)
+        return stale
+
+    @cute.jit
+    def forget(self, base):
+        """Hold no copy any more; by one thread, seldom."""
+        sc, _ = self.views(base)
+        for i in cutlass.range(self.shape.num_replicas, unroll=1):
+            sc.resident[i] = Int32(-1)
+        for i in cutlass.range(self.shape.num_experts * self.shape.mask_words, unroll=1):
+            sc.holds_copy[i] = Int32(0)
 
     @cute.jit
     def clear(self, st: SearchState, tid: Int32):

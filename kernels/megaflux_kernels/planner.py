@@ -26,7 +26,7 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from megaflux_kernels.compile_cache import cached
-from megaflux_kernels.layout import Wait
+from megaflux_kernels.layout import STALE_COUNT, Wait
 from megaflux_kernels.own_tables import ForwardTables, OwnTables, WorkAddresses
 from megaflux_kernels.plan_block import PlanBlock, PlanOptions, PlanRequest
 from megaflux_kernels.planner_map import NANOSECONDS, THREADS, Mark, PlannerMap, PlannerShape, State, Work
@@ -90,8 +90,8 @@ class Planner:
             ids: address of int32 [M, k], logical expert ids of the first local rank; others follow every ``ids_stride``
                 bytes.
             num_tokens: address of int32 [local ranks], tokens M of each, 0 to ``max_tokens``.
-            resident: address of int32 [local ranks, P, s], copies held before this launch, -1 for none; overwritten
-                with those held afterwards.
+            resident: address of int32 [local ranks, P, s], copies held before this launch, -1 for none, or ``STALE``;
+                overwritten with those held afterwards.
             totals: address of int64 [local ranks, ``TotalsMap.num_words``], this layer's; 0 adds nothing.
             region: address of the first local rank's ``PlannerMap``; others follow every ``region_stride`` bytes.
             first_rank: rank of the first local rank.
@@ -222,7 +222,7 @@ class Planner:
         counts = self.at(region, "counts") + Int64(epoch & 1) * (4 * self.search.num_ranks * self.search.num_experts)
         request = PlanRequest(counts, self.at(region, "homes"), resident, self.at(region, "plan"), rank, epoch)
         self.block.prepare(base, request, tid)
-        self.exchange(region, peers, counts - region, rank, epoch, budget_ns, tid)
+        self.exchange(base, region, peers, counts - region, rank, epoch, budget_ns, tid)
         self.mark(region, Mark.EXCHANGE, tid)
         self.block.read(base, request, tid)
         self.mark(region, Mark.BLOCKS, tid)
@@ -245,6 +245,7 @@ class Planner:
     @cute.jit
     def exchange(
         self,
+        base,
         region: Int64,
         peers: cute.Tensor,
         counts: Int64,
@@ -253,7 +254,10 @@ class Planner:
         budget_ns: Int64,
         tid: Int32,
     ):
-        """Gather the rank's histogram, send it to all ranks and wait for theirs; ``counts`` is an offset of the map."""
+        """Gather the rank's histogram, send it to all ranks and wait for theirs; ``counts`` is an offset of the map.
+
+        A rank whose copies are stale says so with its counts, and then all ranks forget theirs.
+        """
         experts, ranks, chunks = self.search.num_experts, self.search.num_ranks, self.shape.num_chunks
         error, own = self.at(region, "error"), self.tensor(region, "rank_counts")
         if tid == 0:
@@ -266,6 +270,8 @@ class Planner:
         for expert in cutlass.range(tid, experts, THREADS):
             num = arch.load(own.iterator + expert, Int32)
             own[expert] = Int32(0)
+            if expert == 0:
+                num += self.block.is_stale(base) * STALE_COUNT
             for peer in cutlass.range(ranks, unroll=8):
                 words(peers[peer] + row, experts)[expert] = num
         arch.sync_threads()
@@ -276,6 +282,10 @@ class Planner:
             seen = wait_for(self.at(region, "counts_flags") + Int64(peer) * 4, epoch, budget_ns, "sys")
             if epoch - seen > 0:
                 record_failure(error, Wait.COUNTS, peer, epoch - seen, epoch)
+            first = words(region + counts + Int64(peer) * (4 * experts))
+            if first[0] >= STALE_COUNT:
+                first[0] = first[0] - STALE_COUNT
+                self.block.forget(base)
         arch.sync_threads()
 
     # ---- chunks ----------------------------------------------------------------------------------------------------

@@ -189,7 +189,8 @@ def launch_planner(
         topk_ids: int32 [local, M, k], logical expert ids, M at most ``max_tokens``; on the device, contiguous. The ids
             of a token are distinct and in range: routers give such ids, and the device does not check.
         num_tokens: int32 [local], tokens of each rank that are routed, 0 to M.
-        resident: int32 [local, P, s], copies held before, -1 for none; overwritten with those held afterwards.
+        resident: int32 [local, P, s], copies held before, -1 for none; overwritten with those held afterwards. A rank
+            whose weights have changed fills its own with ``layout.STALE``, and all ranks forget.
         options: options; the same on every rank.
         timeout_s: bound of each wait, seconds.
         totals: int64 [local, ``TotalsMap.num_words``], to which the batch is added; needs ranks that were made for it.

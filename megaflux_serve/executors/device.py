@@ -68,7 +68,7 @@ class DeviceLayer(ABC):
 
     @abstractmethod
     def forget_replicas(self) -> None:
-        """Before the next batch, hold no replica as resident. Every rank has to call this before the same batch."""
+        """This process's home weights have changed: with the next batch, all ranks hold no replica as resident."""
 
 
 class DeviceExecutor(ABC):

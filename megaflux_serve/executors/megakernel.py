@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megaflux_kernels.forward import ForwardConfig, shared_config
 from megaflux_kernels.forward_buffers import ForwardBuffers, ForwardLayer, WeightPool
 from megaflux_kernels.forward_map import ForwardMap, WeightMap
-from megaflux_kernels.layout import Header, SearchShape
+from megaflux_kernels.layout import STALE, Header, SearchShape
 from megaflux_kernels.planner_buffers import LaunchOptions, PlannerBuffers, WorkTables, launch_planner
 from megaflux_kernels.planner_map import PlannerMap, PlannerShape
 from megaflux_kernels.symmetric import SymmetricMemory
@@ -281,7 +281,7 @@ class MegakernelLayer(DeviceLayer):
         return plan_on_host(self._bound.shared.planners[0], self.layout)
 
     def forget_replicas(self) -> None:
-        self.resident.fill_(-1)
+        self.resident.fill_(STALE)  # the next plan tells the other ranks
 
     def bound(self, top_k: int) -> tuple[SharedBuffers, list[ForwardLayer]]:
         """Shared buffers and launches for k; collective in the first batch.

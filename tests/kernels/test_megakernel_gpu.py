@@ -17,6 +17,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs an NVIDIA GPU of the Hopper generation", allow_module_level=True)
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
+from megaflux_kernels.layout import STALE  # noqa: E402
+
 from megaflux_serve.config import MegaFluxConfig  # noqa: E402
 from megaflux_serve.errors import CapacityError, PeerTimeoutError, UnsupportedError  # noqa: E402
 from megaflux_serve.executors import megakernel  # noqa: E402
@@ -187,6 +189,25 @@ def test_new_home_weights_reach_the_replicas():
         slots.home.w2.mul_(2)
     layer.weights_updated()
     assert_same_bits(layer.forward(batches), [2 * output for output in before])
+
+
+def test_one_rank_with_new_weights_makes_every_rank_forget():
+    case, reports = CASES["two ranks, top-8"], []
+    executor = MegakernelExecutor(2, None, case.max_tokens, timeout_s=5)
+    layer = case.layer(executor, MegaFluxConfig(replica_slots=2), [reports.append])
+    fixed = case.layer(executor, MegaFluxConfig(replica_slots=0))
+    batches = case.batches(0)
+    for _ in range(2):
+        layer.forward(batches)
+    held = reports[0].plan.transfers
+    assert len(held) > 0
+    assert len(reports[1].plan.transfers) == 0
+    for one in (layer, fixed):
+        one.slots[0].home.w2.mul_(2)  # replicas of rank 0's experts are on rank 1
+    layer.on_device.resident[0].fill_(STALE)
+    assert_same_bits(layer.forward(batches), fixed.forward(batches))
+    assert np.array_equal(reports[2].plan.transfers, held)
+    assert torch.equal(layer.on_device.resident[0], layer.on_device.resident[1])
 
 
 def test_a_batch_larger_than_the_buffers_is_refused():
