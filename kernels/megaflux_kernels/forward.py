@@ -58,7 +58,8 @@ from megaflux_kernels.worklist import (
 arch = cute.arch
 THREADS = 384  # ptxas refuses m64n256k16 from 416 threads on, whatever setmaxnreg grants
 STAGES = 3  # a fourth would leave no room for 256-column staging rows, which are worth more
-SERVICE_REGISTERS, MATRIX_REGISTERS = 80, 216
+SERVICE_REGISTERS, MATRIX_REGISTERS = 72, 216
+"""Of a thread after setmaxnreg; 128 and 256 threads share the 168 x 384 with which a CTA begins, or wait for ever."""
 TRACE = ("start", "peers started", "rows pulled", "pulls over", "last task stored", "end", "FC1 waits", "FC2 waits")
 
 
