@@ -4,7 +4,7 @@ set -uo pipefail
 OUT=${OUT:-out}
 mkdir -p "$OUT"
 export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD:$PWD/kernels:$PWD/plugins"
-export CUDA_DEVICE_MAX_CONNECTIONS=32 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} PYTHONUNBUFFERED=1
+export CUDA_DEVICE_MAX_CONNECTIONS=32 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 # A program that uses NVLink multicast can put shared GPUs out of service; nothing here needs it.
 export TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1
 work=$(mktemp -d)
@@ -14,7 +14,7 @@ gpus=$(nvidia-smi --list-gpus | wc -l)
 step() { # name, seconds, command...; the last $LINES_SHOWN lines are shown
   local name=$1 limit=$2 begin=$SECONDS
   shift 2
-  timeout -k 5 "$limit" "$@" >"$work/$name.log" 2>&1
+  timeout -s ABRT -k 5 "$limit" "$@" >"$work/$name.log" 2>&1  # ABRT: Python says where it hung
   local status=$?
   {
     echo "== $name: exit $status after $((SECONDS - begin)) s"
