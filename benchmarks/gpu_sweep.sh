@@ -1,25 +1,26 @@
 #!/usr/bin/env bash
-# Launch choices of the forward kernel on two GPUs: tests of each on virtual ranks, then times of those that passed, a
-# process group a choice.
-#   benchmarks/gpu_sweep.sh [CHOICE...]        at most 75 s of tests and 50 s a choice; about 45 and 25
+# Launch choices of the forward kernel on two GPUs.
+#   benchmarks/gpu_sweep.sh tests [CHOICE...]   each on virtual ranks, all at once: at most 120 s
+#   benchmarks/gpu_sweep.sh times [CHOICE...]   one after another on two ranks: at most 140 s, about 13 a choice
 cd "$(dirname "$0")/.." || exit
 . benchmarks/gpu_steps.sh
-[ $# -gt 0 ] || set -- pool2 gather2 gather4 skew2 prefetch2
+step=${1:?tests or times}
+shift
+[ $# -gt 0 ] || set -- pool2 gather2 skew2 prefetch2 gather4 all2 all4 poolskew2
 failed=0 turn=0
-declare -A test
-for choice in "$@"; do
-  CUDA_VISIBLE_DEVICES=$((turn++ % gpus)) tests "test-$choice" 75 tests/kernels/test_forward_gpu.py --maxfail=2 -k "$choice \
-    and ((agree and (top or clipped or four or gpt)) or (equal_fixed and (top or clipped or eight)) or one_token)" \
-    >"$work/shown-$choice" &
-  test[$choice]=$!
-done
-passed=()
-for choice in "$@"; do
-  if wait "${test[$choice]}"; then passed+=("$choice"); else failed=1; fi
-  cat "$work/shown-$choice"
-done
-for choice in "${passed[@]}"; do
-  LINES_SHOWN=30 ranks 2 "sweep-$choice" 50 benchmarks/sweep_layer_forward.py --choices "$choice" --span-ms 150 \
-    --shapes qwen3-30b-a3b deepseek-v3-e64 mixtral-8x7b --out "$OUT/sweep-$choice.json" || failed=1
-done
+if [ "$step" = tests ]; then
+  declare -A running
+  for choice in "$@"; do
+    CUDA_VISIBLE_DEVICES=$((turn++ % gpus)) tests "test-$choice" 120 tests/kernels/test_forward_gpu.py --maxfail=2 -k "$choice \
+      and ((agree and (top or clipped or gpt)) or (equal_fixed and (top or eight)) or one_token)" >"$work/shown-$choice" &
+    running[$choice]=$!
+  done
+  for choice in "$@"; do
+    wait "${running[$choice]}" || failed=1
+    cat "$work/shown-$choice"
+  done
+else
+  LINES_SHOWN=100 ranks 2 sweep 140 benchmarks/sweep_layer_forward.py --choices "$@" --span-ms 150 \
+    --shapes qwen3-30b-a3b deepseek-v3-e64 mixtral-8x7b --out "$OUT/layer_forward_sweep.json" || failed=1
+fi
 exit $failed

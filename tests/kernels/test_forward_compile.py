@@ -50,7 +50,7 @@ def test_kernels_compile_without_spills_and_fit_an_sm(name, tmp_path):
     forward_bytes, transfer_bytes = json.loads(forward.output.splitlines()[-1])
     assert max(forward_bytes, transfer_bytes) <= SHARED_MEMORY_BYTES
     assert forward.ptx.count("wgmma.mma_async.sync.aligned.m64n256k16") == 8  # first K step, and the loop's
-    service, matrix = (int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32 (\d+)", forward.ptx))
+    service, matrix = (int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", forward.ptx))
     assert 128 * service + 256 * matrix <= 384 * forward.registers, "a warpgroup would wait for registers for ever"
     assert "cp.async.bulk.tensor.4d" in forward.ptx  # gate and up rows of the same columns by one load
     assert "multicast::cluster" in forward.ptx
