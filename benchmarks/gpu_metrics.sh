@@ -3,7 +3,7 @@
 #   benchmarks/gpu_metrics.sh [STEP...]      default: all that the host has GPUs for; seconds are the most that a step takes
 #
 #   totals    90  the totals that the device adds, against the reference; one GPU, about 40 s
-#   overhead  90  what metrics cost a layer; two GPUs, about 60 s
+#   overhead  90  what metrics cost a layer; two GPUs, about 40 s
 cd "$(dirname "$0")/.." || exit
 . benchmarks/gpu_steps.sh
 known_steps "totals overhead" "$@"
