@@ -148,7 +148,7 @@ def main() -> None:
     rows = []
     for name in options.shapes:
         for tokens in options.tokens:
-            costs = measure_costs(MeasuredShape(*SHAPES[name], tokens), dist.group.WORLD)
+            costs = measure_costs(MeasuredShape(*SHAPES[name], tokens), dist.group.WORLD, max(options.tokens))
             say(f"{name} {tokens}: {costs}")
             torch.cuda.empty_cache()
             for routing in options.routings:

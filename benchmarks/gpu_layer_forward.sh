@@ -2,13 +2,15 @@
 # Check and time the MoE layer on a host with two Hopper GPUs; logs and results go to $OUT (default ./out).
 #   benchmarks/gpu_layer_forward.sh [STEP...]        default: all, in this order; seconds are the most that a step takes
 #
-#   check      210  tests on one GPU each, then on two: float64, fixed placement bit for bit, odd batches, lost peers
-#   stress      90  20,000 batches in a row on two GPUs, all compared
-#   single     180  one GPU a tool: compute-sanitizer and hardware counters on the second, eight virtual ranks on the first
-#   bench      170  the forward kernel at 8K tokens a rank, three shapes, balanced and hot, beside the peers
-#   routings   150  the same without peers under the other routings
-#   shapes      90  two more shapes
-#   tokens     150  1K to 32K tokens a rank, two shapes
+#   try        120  a little of everything at once, to see that it runs; its times mean nothing; not among "all"
+#   compile     60  the kernels of the benchmarks, on all cores at once
+#   check      180  tests on one GPU each, then on two: float64, fixed placement bit for bit, odd batches, lost peers
+#   stress      75  20,000 batches in a row on two GPUs, all compared
+#   single     150  one GPU a tool: compute-sanitizer and hardware counters on the second, eight virtual ranks on the first
+#   bench      130  the forward kernel at 8K tokens a rank, three shapes, balanced and hot, beside the peers
+#   routings    90  the same without peers under the other routings
+#   shapes      75  two more shapes
+#   tokens     120  1K to 32K tokens a rank, two shapes
 #   layer      170  the whole layer, planned on the device, 1K to 16K tokens, with the gate
 #   alone       40  one rank without another
 #   trace       60  times inside the kernel
@@ -18,8 +20,8 @@
 # pytest -k does, SHAPES the shapes of bench, routings, counters and alone.
 cd "$(dirname "$0")/.." || exit
 . benchmarks/gpu_steps.sh
-all="check stress single bench routings shapes tokens layer alone trace"
-known_steps "$all" "$@"
+all="compile check stress single bench routings shapes tokens layer alone trace"
+known_steps "try $all" "$@"
 [ $# -gt 0 ] || set -- $all
 real=() native=()
 if [ -e "${MEGAFLUX_TRACES:-../shared/traces}/gptoss20b/routed_experts.npz" ]; then
@@ -28,7 +30,6 @@ else
   echo "no traces: real routings are left out (set MEGAFLUX_TRACES)"
 fi
 read -ra three <<<"${SHAPES:-qwen3-30b-a3b mixtral-8x7b deepseek-v3-e64}"
-three_sustained=(--sustained fixed staged pipelined)
 selected=()
 [ -n "${CHECK:-}" ] && selected=(-k "$CHECK")
 
@@ -42,21 +43,42 @@ part() { # ranks, name, seconds, options: rows of layer_forward.json
   return $status
 }
 
-check() {
-  CUDA_VISIBLE_DEVICES=1 tests megakernel 120 tests/kernels/test_megakernel_gpu.py "${selected[@]}" >"$work/second" &
+try() {
+  local small="--shapes qwen3-30b-a3b --tokens 1024 --span-ms 10" part
+  {
+    ranks 2 try-stress 60 benchmarks/stress_layer.py --launches 500 --out "$work/try-stress.json"
+    ranks 2 try-layer 60 benchmarks/bench_layer.py $small --routings zipf-3-one-rank --out "$work/try-layer.json"
+  } >"$work/part-1" 2>&1 &
+  LINES_SHOWN=40 ranks 2 try-bench 110 benchmarks/bench_layer_forward.py $small --routings balanced zipf-3-one-rank \
+    "${real[@]}" --out "$work/try-bench.json" >"$work/part-2" 2>&1 &
+  sanitize >"$work/part-3" 2>&1 &
+  {
+    CUDA_VISIBLE_DEVICES=0 LINES_SHOWN=40 step try-emulated 110 python3 benchmarks/bench_layer_emulated.py --experts 64 \
+      --tokens 1024 --routings balanced zipf-3 "${real[@]}" --out "$work/try-emulated.json"
+    three=(qwen3-30b-a3b)
+    counters
+  } >"$work/part-4" 2>&1 &
+  wait
+  for part in 1 2 3 4; do cat "$work/part-$part"; done
+  ! grep -q '^== .*: exit [^0]' "$work"/part-*
+}
+compile() { step compile 60 python3 benchmarks/layer_compile.py; }
+check() { # several processes a GPU: most of a test is compiling
+  local each=(-n 5 --maxfail=4 "${selected[@]}")
+  CUDA_VISIBLE_DEVICES=1 tests megakernel 90 tests/kernels/test_megakernel_gpu.py "${each[@]}" >"$work/second" &
   local second=$! failed=0
-  CUDA_VISIBLE_DEVICES=0 tests forward 120 tests/kernels/test_forward_gpu.py "${selected[@]}" || failed=1
+  CUDA_VISIBLE_DEVICES=0 tests forward 90 tests/kernels/test_forward_gpu.py "${each[@]}" || failed=1
   wait $second || failed=1
   cat "$work/second"
   tests two_gpus 90 tests/kernels/test_megakernel_two_gpus.py "${selected[@]}" || failed=1
   return $failed
 }
-stress() { ranks 2 stress 90 benchmarks/stress_layer.py --out "$OUT/layer_stress.json"; }
+stress() { ranks 2 stress 75 benchmarks/stress_layer.py --out "$OUT/layer_stress.json"; }
 
 single() {
   { sanitize; counters; } >"$work/on-second" 2>&1 &
   local second=$! failed=0
-  CUDA_VISIBLE_DEVICES=0 LINES_SHOWN=70 step emulated 170 \
+  CUDA_VISIBLE_DEVICES=0 LINES_SHOWN=70 step emulated 130 \
     python3 benchmarks/bench_layer_emulated.py --out "$OUT/layer_emulated.json" || failed=1
   wait $second || failed=1
   cat "$work/on-second"
@@ -67,7 +89,7 @@ sanitize() { # all tools at once, with one rank, then with two virtual ranks, wh
   for number in 1 2; do
     pids=()
     for tool in memcheck racecheck synccheck; do
-      CUDA_VISIBLE_DEVICES=$((gpus - 1)) LINES_SHOWN=12 step "$tool-$number" 60 compute-sanitizer --tool "$tool" \
+      CUDA_VISIBLE_DEVICES=$((gpus - 1)) LINES_SHOWN=12 step "$tool-$number" 45 compute-sanitizer --tool "$tool" \
         --error-exitcode 9 python3 benchmarks/sanitize_layer.py --ranks "$number" &
       pids+=($!)
     done
@@ -80,7 +102,7 @@ counters() {
   metrics=dram__bytes_read.sum,dram__bytes_write.sum,lts__t_sector_hit_rate.pct,gpu__time_duration.sum
   metrics+=,sm__inst_executed_pipe_tensor.sum,sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active
   for shape in "${three[@]}"; do
-    CUDA_VISIBLE_DEVICES=$((gpus - 1)) LINES_SHOWN=45 step "counters-$shape" 40 ncu --metrics $metrics \
+    CUDA_VISIBLE_DEVICES=$((gpus - 1)) LINES_SHOWN=45 step "counters-$shape" 30 ncu --metrics $metrics \
       --clock-control none --cache-control none -k 'regex:Forward_object|Combine_object' --launch-skip 2 --launch-count 4 \
       python3 benchmarks/profile_layer.py --shape "$shape" --launches 2 || status=1
   done
@@ -88,19 +110,19 @@ counters() {
 }
 
 bench() {
-  LINES_SHOWN=90 part 2 layer_forward 170 --span-ms 150 --shapes "${three[@]}" --routings balanced zipf-3-one-rank
+  LINES_SHOWN=90 part 2 layer_forward 130 --span-ms 125 --shapes "${three[@]}" --routings balanced zipf-3-one-rank
 }
 routings() {
-  LINES_SHOWN=150 part 2 layer_forward_routings 150 --span-ms 100 --peers "${three_sustained[@]}" --shapes "${three[@]}" \
-    --routings zipf-3 zipf-6 zipf-6-one-rank "${real[@]}"
+  LINES_SHOWN=150 part 2 layer_forward_routings 90 --span-ms 100 --peers --variants fixed staged pipelined --shapes "${three[@]}" \
+    --routings zipf-6 zipf-6-one-rank "${real[@]}"
 }
 shapes() {
-  LINES_SHOWN=60 part 2 layer_forward_shapes 90 --span-ms 100 "${three_sustained[@]}" --shapes olmoe gpt-oss-20b \
+  LINES_SHOWN=60 part 2 layer_forward_shapes 75 --span-ms 100 --sustained fixed staged pipelined --shapes olmoe gpt-oss-20b \
     --routings balanced zipf-3-one-rank "${native[@]}"
 }
 tokens() {
-  LINES_SHOWN=150 part 2 layer_forward_tokens 150 --span-ms 100 --peers "${three_sustained[@]}" \
-    --shapes qwen3-30b-a3b deepseek-v3-e64 --tokens 1024 4096 16384 32768 --routings balanced zipf-3-one-rank
+  LINES_SHOWN=150 part 2 layer_forward_tokens 120 --span-ms 100 --peers --variants fixed staged pipelined \
+    --shapes qwen3-30b-a3b deepseek-v3-e64 --tokens 1024 4096 32768 --routings balanced zipf-3-one-rank
 }
 layer() {
   LINES_SHOWN=100 ranks 2 layer 170 benchmarks/bench_layer.py --out "$OUT/layer.json" --span-ms 125 \

@@ -101,8 +101,13 @@ def gate_costs(times: LayerTimes, fixed_load: int, plan: ReplicaPlan) -> GateCos
     return GateCosts(block_ns, replica_ns, plan_ns, int(1000 * hidden))
 
 
-def measure_costs(shape: MeasuredShape, group: dist.ProcessGroup) -> GateCosts:
+def measure_costs(shape: MeasuredShape, group: dist.ProcessGroup, max_tokens: int | None = None) -> GateCosts:
     """Measure on the ranks of ``group``, one GPU each; collective, the same on every rank.
+
+    Args:
+        shape: the layer and batch.
+        group: NCCL.
+        max_tokens: what the buffers are made for, if not for this batch; kernels are compiled for it.
 
     Raises:
         UnsupportedError: a shape that the kernels cannot serve.
@@ -110,7 +115,7 @@ def measure_costs(shape: MeasuredShape, group: dist.ProcessGroup) -> GateCosts:
     """
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     shape.check(num_ranks)
-    executor = MegakernelExecutor(num_ranks, group, shape.tokens)
+    executor = MegakernelExecutor(num_ranks, group, max_tokens or shape.tokens)
     batch = hot_batch(shape, num_ranks, rank)
     choices = {
         "fixed": MegaFluxConfig(replica_slots=0),

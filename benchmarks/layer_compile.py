@@ -1,0 +1,99 @@
+"""Compile the kernels of the layer benchmarks at once, a process a kernel, into the kernel cache.
+
+    python3 benchmarks/layer_compile.py
+
+A benchmark that compiles one shape after another leaves its GPUs idle for minutes. Shapes, ranks and batch sizes are
+those of ``gpu_layer_forward.sh``; what is missing here is compiled where it is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from megaflux_kernels.layout import SearchShape
+from megaflux_kernels.planner_map import PlannerShape
+from megaflux_kernels.worklist import LayerShape
+
+from benchmarks.layer_workloads import SHAPES
+from megaflux_serve.planning.totals import totals_map
+
+SMS = 132
+"""Multiprocessors of an H100 or H200, on which launches depend."""
+
+LARGEST = dict.fromkeys(SHAPES, (8192,)) | {"qwen3-30b-a3b": (8192, 32768), "deepseek-v3-e64": (8192, 32768)}
+"""Largest batches of the runs of a shape."""
+
+WHOLE_LAYER = dict.fromkeys(("qwen3-30b-a3b", "deepseek-v3-e64"), 16384)
+EMULATED = {"ranks": 8, "experts": (64, 128, 256), "hidden": 7168, "intermediate": 2048, "top_k": 8, "tokens": 4096}
+
+
+class Job(NamedTuple):
+    """One kernel of a layer on ``num_local`` ranks of a GPU."""
+
+    kernel: str
+    shape: LayerShape
+    num_local: int = 1
+
+
+def jobs() -> Iterator[Job]:
+    """Every kernel once, those that take longest first."""
+    layers, tables = set(), set()
+    for name, (experts, hidden, intermediate, top_k, slots) in SHAPES.items():
+        for tokens in LARGEST[name]:
+            tables.add((LayerShape(2, experts, slots, hidden, intermediate, top_k, tokens), 1))
+        if name in WHOLE_LAYER:
+            for number in (0, slots):
+                shape = LayerShape(2, experts, number, hidden, intermediate, top_k, WHOLE_LAYER[name])
+                layers.add((shape, 1))
+    for experts in EMULATED["experts"]:
+        for slots in (0, experts // (4 * EMULATED["ranks"])):
+            extents = (EMULATED["hidden"], EMULATED["intermediate"], EMULATED["top_k"], EMULATED["tokens"])
+            layers.add((LayerShape(EMULATED["ranks"], experts, slots, *extents), EMULATED["ranks"]))
+    yield from (Job("planner", *layer) for layer in layers)
+    for kernel in ("forward", "transfer", "combine"):
+        yield from (Job(kernel, *layer) for layer in layers | tables)
+
+
+def compile_job(job: Job) -> float:
+    """Compile one kernel, or find it stored; seconds."""
+    from megaflux_kernels.combine import compile_combine
+    from megaflux_kernels.forward import compile_forward, shared_config
+    from megaflux_kernels.own_tables import ForwardTables
+    from megaflux_kernels.planner import compile_planner
+    from megaflux_kernels.transfer import compile_transfer
+
+    begin, shape, config = time.monotonic(), job.shape, shared_config(job.num_local, SMS)
+    if job.kernel == "forward":
+        compile_forward(shape, config)
+    elif job.kernel == "transfer":
+        compile_transfer(shape, config.tiling)
+    elif job.kernel == "combine":
+        compile_combine(shape.hidden, shape.top_k)
+    else:
+        search = SearchShape(shape.num_experts, shape.num_ranks, shape.num_replica_slots)
+        planner = PlannerShape(search, shape.top_k, shape.max_tokens, SMS // job.num_local - 1)
+        totals = totals_map(shape.num_ranks, shape.num_experts)
+        compile_planner(planner, ForwardTables(shape, config.tiling), totals=totals)
+    return time.monotonic() - begin
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
+    os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+    begin, every = time.monotonic(), list(jobs())
+    processes = max(1, (os.cpu_count() or 2) - 2)
+    with multiprocessing.get_context("spawn").Pool(min(processes, len(every))) as pool:
+        seconds = pool.map(compile_job, every, chunksize=1)
+    print(f"{len(every)} kernels in {time.monotonic() - begin:.1f} s, {sum(seconds):.0f} s of compiling")
+
+
+if __name__ == "__main__":
+    main()
