@@ -11,7 +11,8 @@ stay, so that replays of one batch find them; ``gated``, moving where the gate e
 has measured for the shape and batch size as ``megaflux calibrate`` does. Outputs of all must equal those of fixed bit
 for bit before anything is timed.
 
-Reported: latency_ms, tflops_per_gpu (6 H I k M over it) and speedup_over_fixed.
+Reported: latency_ms, tflops_per_gpu (6 H I k M over it), and speedup_over_fixed beside ideal_speedup, the ratio of the
+busiest ranks' blocks.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def run_case(name: str, tokens: int, routing: str, options: argparse.Namespace, 
     topk, home = routes(shape, tokens, routing)
     batch, stream, expected = make_batch(shape, topk[dist.get_rank()]), torch.cuda.Stream(), None
     timed: dict[tuple[str, str], Sustained] = {}
+    loads: dict[str, int] = {}
     for variant, (replicated, sticky) in VARIANTS.items():
         config = MegaFluxConfig(
             executor="megakernel",
@@ -105,22 +107,25 @@ def run_case(name: str, tokens: int, routing: str, options: argparse.Namespace, 
         if different or not bool(torch.isfinite(expected).all()):
             raise SystemExit(f"{name} {tokens} {routing} {variant}: {different} values differ from fixed")
         plan = layer.on_device.last_plan()
+        loads[variant] = plan.max_load
         say(
             f"{name} {tokens} {routing} {variant}: blocks {plan.loads.tolist()}, {len(plan.transfers)} transfers, "
             f"{torch.cuda.mem_get_info()[0] / 2**30:.0f} GiB free"
         )
-        burst = Sustained(burst_ms(graph.replay, stream), ())
+        burst = Sustained(burst_ms(graph.replay, stream, repeats=3), ())
         timed["burst", variant] = burst
         timed["sustained", variant] = sustained(graph.replay, stream, burst.ms, options.span_ms)
         layer.on_device.last_plan()  # raises what a wait has left behind
         del layer, graph, output
         torch.cuda.empty_cache()
     case = {"shape": name, "tokens_per_rank": tokens, "routing": routing, "ranks": shape.num_ranks}
-    return result_rows(case, 6 * hidden * intermediate * top_k * tokens, timed)
+    return result_rows(case, 6 * hidden * intermediate * top_k * tokens, timed, loads)
 
 
-def result_rows(case: dict[str, object], flops: int, timed: dict[tuple[str, str], Sustained]) -> list[ResultRow]:
-    """What the times of (protocol, variant) mean; ``flops`` are a rank's."""
+def result_rows(
+    case: dict[str, object], flops: int, timed: dict[tuple[str, str], Sustained], loads: dict[str, int]
+) -> list[ResultRow]:
+    """What the times of (protocol, variant) mean; ``flops`` are a rank's, ``loads`` the busiest rank's blocks."""
     rows = []
     for (protocol, variant), run in timed.items():
         at, fixed = {**case, "variant": variant, "protocol": protocol}, timed[protocol, "fixed"].ms
@@ -131,6 +136,7 @@ def result_rows(case: dict[str, object], flops: int, timed: dict[tuple[str, str]
         rows += run.rows("layer", at)
         if variant != "fixed":
             rows.append(ResultRow("layer", at, "speedup_over_fixed", fixed / run.ms, "1"))
+            rows.append(ResultRow("layer", at, "ideal_speedup", loads["fixed"] / loads[variant], "1"))
         say(f"    {protocol:9s} {variant:8s} {run.ms:8.3f} ms {tflops:7.1f} TFLOP/s {fixed / run.ms:6.3f}x")
     return rows
 

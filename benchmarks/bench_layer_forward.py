@@ -142,7 +142,7 @@ def run_case(rig: Rig, name: str, tokens: int, routing: str, options: argparse.N
     steps: dict[str, tuple[Callable[[], object], torch.cuda.Stream]] = {}
     for variant, (tables, staged) in plans.items():
         steps[variant] = (Steps(rig, each, tables, staged), rig.streams[0])
-    if options.peers:
+    if routing in options.peer_routings and options.peers:
         rig.load(plans["fixed"][0])
         align()
         rig.launch(each)
@@ -256,6 +256,7 @@ def main() -> None:
     parser.add_argument("--sustained", nargs="*", default=list(VARIANTS), choices=VARIANTS, help="others: bursts only")
     parser.add_argument("--trace", action="store_true", help="record times inside the kernel instead")
     parser.add_argument("--peers", nargs="*", choices=PEERS, help="default: those that are installed")
+    parser.add_argument("--peer-routings", nargs="*", default=ROUTINGS, choices=ROUTINGS, help="routings for peers")
     parser.add_argument("--out", type=Path, default=RESULTS / "layer_forward.json")
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

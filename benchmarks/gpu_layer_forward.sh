@@ -7,11 +7,11 @@
 #   check      180  tests on one GPU each, then on two: float64, fixed placement bit for bit, odd batches, lost peers
 #   stress      75  20,000 batches in a row on two GPUs, all compared
 #   single     150  one GPU a tool: compute-sanitizer and hardware counters on the second, eight virtual ranks on the first
-#   bench      130  the forward kernel at 8K tokens a rank, three shapes, balanced and hot, beside the peers
+#   bench      110  the forward kernel at 8K tokens a rank, three shapes, balanced and hot, balanced beside the peers
 #   routings    90  the same without peers under the other routings
 #   shapes      75  two more shapes
 #   tokens     120  1K to 32K tokens a rank, two shapes
-#   layer      170  the whole layer, planned on the device, 1K to 16K tokens, with the gate
+#   layer      150  the whole layer, planned on the device, 1K to 16K tokens, with the gate
 #   alone       40  one rank without another
 #   trace       60  times inside the kernel
 #
@@ -46,7 +46,7 @@ part() { # ranks, name, seconds, options: rows of layer_forward.json
 try() {
   local small="--shapes qwen3-30b-a3b --tokens 1024 --span-ms 10" part
   {
-    ranks 2 try-stress 60 benchmarks/stress_layer.py --launches 500 --out "$work/try-stress.json"
+    ranks 2 try-stress 60 benchmarks/stress_layer.py --launches 200 --out "$work/try-stress.json"
     ranks 2 try-layer 60 benchmarks/bench_layer.py $small --routings zipf-3-one-rank --out "$work/try-layer.json"
   } >"$work/part-1" 2>&1 &
   LINES_SHOWN=40 ranks 2 try-bench 110 benchmarks/bench_layer_forward.py $small --routings balanced zipf-3-one-rank \
@@ -110,7 +110,8 @@ counters() {
 }
 
 bench() {
-  LINES_SHOWN=90 part 2 layer_forward 130 --span-ms 125 --shapes "${three[@]}" --routings balanced zipf-3-one-rank
+  LINES_SHOWN=90 part 2 layer_forward 110 --span-ms 110 --shapes "${three[@]}" --routings balanced \
+    zipf-3-one-rank --peer-routings balanced
 }
 routings() {
   LINES_SHOWN=150 part 2 layer_forward_routings 90 --span-ms 100 --peers --variants fixed staged pipelined --shapes "${three[@]}" \
@@ -118,15 +119,15 @@ routings() {
 }
 shapes() {
   LINES_SHOWN=60 part 2 layer_forward_shapes 75 --span-ms 100 --sustained fixed staged pipelined --shapes olmoe gpt-oss-20b \
-    --routings balanced zipf-3-one-rank "${native[@]}"
+    --routings balanced zipf-3-one-rank "${native[@]}" --peer-routings balanced
 }
 tokens() {
   LINES_SHOWN=150 part 2 layer_forward_tokens 120 --span-ms 100 --peers --variants fixed staged pipelined \
     --shapes qwen3-30b-a3b deepseek-v3-e64 --tokens 1024 4096 32768 --routings balanced zipf-3-one-rank
 }
 layer() {
-  LINES_SHOWN=100 ranks 2 layer 170 benchmarks/bench_layer.py --out "$OUT/layer.json" --span-ms 125 \
-    --shapes qwen3-30b-a3b deepseek-v3-e64 --tokens 1024 4096 8192 16384 --routings zipf-3-one-rank balanced
+  LINES_SHOWN=100 ranks 2 layer 150 benchmarks/bench_layer.py --out "$OUT/layer.json" --span-ms 100 \
+    --shapes qwen3-30b-a3b deepseek-v3-e64 --tokens 1024 4096 16384 --routings zipf-3-one-rank balanced
 }
 alone() { part 1 layer_forward_alone 40 --peers --shapes "${three[@]}"; }
 trace() {

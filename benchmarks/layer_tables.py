@@ -44,7 +44,7 @@ def layer() -> str:
     lines = []
     for shape in present("layer", "shape", SHAPES):
         for routing in present("layer", "routing", ROUTINGS):
-            for tokens in (1024, 4096, 8192, 16384):
+            for tokens in sorted({row["case"]["tokens_per_rank"] for row in rows("layer", "latency_ms")}):
                 case = {"shape": shape, "routing": routing, "tokens_per_rank": tokens, "protocol": "sustained"}
                 rates = [value("layer", "tflops_per_gpu", variant=v, **case) for v in ("fixed", "moving", "sticky")]
                 gains = [value("layer", "speedup_over_fixed", variant=v, **case) for v in ("moving", "sticky", "gated")]

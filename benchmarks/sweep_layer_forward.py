@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "layer_forward_sweep.json")
     options = parser.parse_args()
     options.variants = options.sustained = ("fixed", "pipelined")
-    options.peers = ()
+    options.peers = options.peer_routings = ()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rows = []
