@@ -1,17 +1,11 @@
 #!/usr/bin/env bash
 # What rollout capture costs vLLM, on a host with two Hopper GPUs; logs and results go to $OUT (default ./out).
-#   benchmarks/gpu_capture.sh [STEP...]      default: rollout; seconds are the most that a step takes
+#   benchmarks/gpu_capture.sh      at most 240 s: three engines start side by side and are asked in turns for 45 s
 #
-#   rollout    150  three engines in turns: off, vLLM's own flag, capture; about 90 s
-#   megaflux   150  the same with the backend of this project
+# ARGUMENTS are added to those of bench_serving.py, of which this is one part.
 cd "$(dirname "$0")/.." || exit
 . benchmarks/gpu_steps.sh
 export PYTHONPATH="$PYTHONPATH:$work/metadata"
 python3 -m benchmarks.entry_points "$work/metadata" >/dev/null || exit
-known_steps "rollout megaflux" "$@"
-[ $# -gt 0 ] || set -- rollout
-
-rollout() { LINES_SHOWN=45 step rollout "${LIMIT:-150}" python3 -m benchmarks.bench_capture_rollout --out "$OUT/capture" ${ROLLOUT:-}; }
-megaflux() { LINES_SHOWN=45 step megaflux "${LIMIT:-150}" python3 -m benchmarks.bench_capture_rollout --out "$OUT/capture_megaflux" --backend sticky ${ROLLOUT:-}; }
-
-run_steps "$@"
+LINES_SHOWN=45 step rollout 240 python3 -m benchmarks.bench_serving --out "$OUT/rollout" --models qwen3-30b-a3b \
+  --backends stock --parts rollout --rollout-seconds 45 ${ARGUMENTS:-}

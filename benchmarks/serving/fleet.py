@@ -117,6 +117,10 @@ class Fleet:
                 self.leave_out(name, str(error))
         return answers
 
+    def take(self, names: Sequence[str]) -> Fleet:
+        """A fleet of those of these engines that started; they are members of this one no more."""
+        return Fleet({name: self.members.pop(name) for name in names if name in self.members})
+
     def leave_out(self, name: str, why: str) -> None:
         """Stop an engine, say why, and go on without it."""
         _leave_out(self.members.pop(name), why)
