@@ -7,12 +7,15 @@ the launcher and every scheduler come to the same answer.
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError, UnsupportedError
 from megaflux_serve.executors.limits import layer_shape
+from megaflux_serve.planning.calibration import costs_here
+from megaflux_serve.planning.gate import GateCosts
 
 LOGGER = logging.getLogger("sglang.megaflux")
 BLOCK_ROWS = 128
@@ -21,7 +24,7 @@ MAX_RUNNING_REQUESTS = 4096
 
 
 def settle(server_args: Any, options: MegaFluxConfig) -> MegaFluxConfig:
-    """The options with ``executor`` and ``max_tokens`` filled in.
+    """The options with ``executor``, ``max_tokens`` and, for the megakernel, ``gate`` filled in.
 
     Args:
         server_args: of a server with this backend.
@@ -41,6 +44,10 @@ def settle(server_args: Any, options: MegaFluxConfig) -> MegaFluxConfig:
         check_megakernel(server_args, options)
     elif options.executor == "auto":
         options = options.model_copy(update={"executor": automatic(server_args, options)})
+    if options.min_tokens:
+        raise ConfigError("min_tokens", options.min_tokens, "0: in SGLang small batches are not handed over")
+    if options.executor == "megakernel" and options.gate == "auto" and server_args.tp_size > 1:
+        options = options.model_copy(update={"gate": gate_costs(server_args)})
     if options.executor != "megakernel" and uses_graphs(server_args):
         allowed = f"the flag: executor {options.executor!r} reads the routing on the host"
         raise ConfigError("--disable-cuda-graph", False, allowed)
@@ -55,6 +62,14 @@ def rows_a_rank(server_args: Any) -> int:
     requests = server_args.max_running_requests or MAX_RUNNING_REQUESTS
     num_attention_groups = server_args.dp_size if server_args.enable_dp_attention else 1
     return -(-max(prompts, requests) * num_attention_groups // server_args.tp_size)
+
+
+def gate_costs(server_args: Any) -> GateCosts:
+    """Costs of the model's experts on this machine, said in the log."""
+    config = server_args.get_model_config().hf_text_config
+    costs, source = costs_here(config.hidden_size, config.moe_intermediate_size)
+    LOGGER.info("gate: %s costs %s", source, asdict(costs))
+    return costs
 
 
 def uses_graphs(server_args: Any) -> bool:

@@ -19,7 +19,6 @@ from typing import Any
 
 import megaflux_sglang
 import numpy as np
-import prometheus_client
 import pytest
 import torch
 from megaflux_kernels.totals_map import Total
@@ -28,7 +27,8 @@ from megaflux_sglang import backend, checks, choice, failures, metrics, options,
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError, MegafluxError, UnsupportedError
 from megaflux_serve.executors import DeviceExecutor, DeviceLayer
-from megaflux_serve.metrics import snapshot
+from megaflux_serve.metrics import registries, snapshot
+from megaflux_serve.planning.gate import GateCosts
 from megaflux_serve.slots import SlotLayout
 from megaflux_serve.workspace import ExpertSlots, ExpertWeights
 from tests.oracles.moe_float64 import moe_float64
@@ -233,6 +233,7 @@ def test_a_server_with_both_flags_and_a_known_model_is_served() -> None:
         ({"json_model_override_args": '{"megaflux": {"replica_slots": 9}}'}, r"megaflux\.replica_slots = 9"),
         ({"json_model_override_args": '{"megaflux": {"max_tokens": 100}}'}, "at least 2048"),
         ({"json_model_override_args": '{"megaflux": {"executor": "megakernel"}}'}, "--dtype = 'float32'"),
+        ({"json_model_override_args": '{"megaflux": {"min_tokens": 64}}'}, r"megaflux\.min_tokens = 64"),
     ],
 )
 def test_flags_are_refused_by_name_before_a_scheduler_starts(changes: dict[str, Any], message: str) -> None:
@@ -276,7 +277,11 @@ def test_auto_is_the_megakernel_only_where_it_can_run(monkeypatch: pytest.Monkey
     assert choice.settle(args, MegaFluxConfig()).executor == "staged"
     assert choice.settle(server_args(large, tp_size=1, ep_size=1), MegaFluxConfig()).executor == "reference"
     monkeypatch.setattr(choice, "machine_obstacle", lambda server_args: None)
-    assert choice.settle(args, MegaFluxConfig()).executor == "megakernel"
+    monkeypatch.setenv("MEGAFLUX_CALIBRATION", "no file")
+    settled = choice.settle(args, MegaFluxConfig())
+    assert (settled.executor, settled.max_tokens) == ("megakernel", 2048)
+    assert isinstance(settled.gate, GateCosts)
+    assert choice.settle(args, MegaFluxConfig(gate=None)).gate is None
     assert choice.settle(args, MegaFluxConfig(block_rows=64)).executor == "staged"
     with pytest.raises(ConfigError, match="block_rows"):
         choice.settle(args, MegaFluxConfig(executor="megakernel", block_rows=64))
@@ -495,20 +500,11 @@ def test_a_folder_for_metrics_is_named_where_somebody_asks_for_them(
     assert bool(named) == is_named
 
 
-def test_the_registry_that_answers_gets_the_layers_series(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(snapshot.FOLDER_VARIABLE, str(tmp_path))
-    registries: list[prometheus_client.CollectorRegistry] = []
-    monkeypatch.setattr(prometheus_client, "make_asgi_app", lambda registry: registries.append(registry))
-    replaced = prometheus_client.make_asgi_app
-
-    def add_prometheus_middleware(app: list[Any]) -> None:  # as SGLang does
-        from prometheus_client import CollectorRegistry, make_asgi_app
-
-        app.append(make_asgi_app(registry=CollectorRegistry()))
-
-    metrics.add_layers(add_prometheus_middleware, [])
-    assert b"megaflux_batches_total" in prometheus_client.generate_latest(registries[0])
-    assert prometheus_client.make_asgi_app is replaced
+def test_answers_show_layers_from_the_moment_that_sglang_prepares_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[bool] = []
+    monkeypatch.setattr(registries, "show_layers", lambda: shown.append(True))
+    assert metrics.show_layers(object()) is None  # SGLang's arguments stay
+    assert shown == [True]
 
 
 @on_stand_in
