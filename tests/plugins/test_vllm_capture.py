@@ -118,7 +118,9 @@ def complete_with_labels(server: Server, prompts: Sequence[str]) -> list[list[in
             f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=120) as response:
-            tokens: list[int] = json.load(response)["choices"][0]["token_ids"]
+            (choice,) = json.load(response)["choices"]
+        assert choice.get("routed_experts") is None  # they are in the store, and nobody asked for them here
+        tokens: list[int] = choice["token_ids"]
         return tokens
 
     with ThreadPoolExecutor(len(prompts)) as pool:
