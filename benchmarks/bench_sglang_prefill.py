@@ -46,7 +46,7 @@ DATA_PARALLEL = (
 ON_GPU = (
     *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--mem-fraction-static", "0.8"),
     *("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"),  # both may use NVLink multicast
-    *("--cuda-graph-max-bs-decode", "16"),
+    *("--cuda-graph-max-bs-decode", "16", "--disable-prefill-cuda-graph"),  # a captured prefill keeps its own routes
 )
 ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--mem-fraction-static", "0.1"),
@@ -78,7 +78,9 @@ def server_spec(backend: str, index: int, model: ServedModel, options: argparse.
         flags += () if options.cpu else ("--moe-runner-backend", "triton")
     else:
         flags += MEGAFLUX
-        ours = megaflux_options(backend, model) | ({"block_rows": 16} if options.cpu else {"executor": "megakernel"})
+        ours = megaflux_options(backend, model) | (
+            {"block_rows": 16} if options.cpu else {"executor": "megakernel", "timeout_s": 20}
+        )
     folder = work / f"{model.name}-{backend}"
     return ServerSpec(backend, tuple(flags), ours, port + index * PORTS_A_SERVER, folder, 1 if ours is None else 2)
 

@@ -25,7 +25,7 @@ from benchmarks.serving.fleet import EngineError, Fleet
 from benchmarks.serving.sglang_routes import CONTROL
 from megaflux_serve.durable import write_atomically
 
-REQUEST_TIMEOUT_S, COUNTS_TIMEOUT_S, STOP_TIMEOUT_S = 90.0, 20.0, 10.0
+REQUEST_TIMEOUT_S, COUNTS_TIMEOUT_S, STOP_TIMEOUT_S = 40.0, 20.0, 5.0
 
 
 @dataclass(frozen=True)
