@@ -68,10 +68,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     options: dict[str, Any] = {"capture": str(folder / "store")}
     if MEGAFLUX[0] in flags:
         options |= {"block_rows": 4, "replica_slots": 3}
-    environment = {"MEGAFLUX_OPTIONS": json.dumps(options)}
-    if "--tp-size" not in flags:
-        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "0"
-    with serve(flags, folder / "server.log", environment) as server:
+    with serve(flags, folder / "server.log", {"MEGAFLUX_OPTIONS": json.dumps(options)}) as server:
         answers = server.generate_together(PROMPTS)
         abort(server, PROMPTS[0])
         with urllib.request.urlopen(f"{server.url}/health_generate", timeout=60):
