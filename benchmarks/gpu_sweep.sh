@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.." || exit
 . benchmarks/gpu_steps.sh
 step=${1:?tests or times}
 shift
-[ $# -gt 0 ] || set -- pool2 gather2 skew2 prefetch2 gather4 all2 all4 poolskew2
+[ $# -gt 0 ] || set -- pool2 gather2 ahead2 skew2 prefetch2 gather4 all2 all4
 failed=0 turn=0
 if [ "$step" = tests ]; then
   declare -A running

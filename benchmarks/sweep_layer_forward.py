@@ -25,12 +25,12 @@ from benchmarks.harness.rows import RESULTS
 CHOICES = {  # tiling, CTAs; clusters of four do not fill 132 SMs
     "pool2": (Tiling(), 132),
     "gather2": (Tiling(gather=True), 132),
+    "ahead2": (Tiling(gather=True, ahead=True), 132),
     "skew2": (Tiling(gather=True, skew=True), 132),
     "prefetch2": (Tiling(gather=True, prefetch=True), 132),
     "gather4": (Tiling(gather=True, cluster=4), 128),
-    "all2": (Tiling(gather=True, skew=True, prefetch=True), 132),
-    "all4": (Tiling(gather=True, cluster=4, skew=True, prefetch=True), 128),
-    "poolskew2": (Tiling(skew=True), 132),
+    "all2": (Tiling(gather=True, ahead=True, skew=True, prefetch=True), 132),
+    "all4": (Tiling(gather=True, cluster=4, ahead=True, skew=True, prefetch=True), 128),
 }
 
 

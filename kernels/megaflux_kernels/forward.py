@@ -43,7 +43,7 @@ from megaflux_kernels.layout import ShapeError
 from megaflux_kernels.loads import LoadWarp
 from megaflux_kernels.products import K_TILE, MatrixWarps
 from megaflux_kernels.pull import PullWarp, Staging
-from megaflux_kernels.ring import READERS, RING_WORDS, Ring, schedule
+from megaflux_kernels.ring import READERS, RING_WORDS, Ring, Scheduler
 from megaflux_kernels.stores import StoreWarp
 from megaflux_kernels.sync.device import words
 from megaflux_kernels.worklist import (
@@ -112,6 +112,7 @@ class Forward:
         self.max_rows = work_bounds(shape, config.tiling).max_rows
         counters = Counters(self.max_rows // BLOCK_ROWS, shape.num_replica_slots)
         self.load_warp = LoadWarp(shape, config.tiling, counters, STAGES, config.trace)
+        self.scheduler = Scheduler(shape, config.tiling, self.load_warp)
         self.store_warp = StoreWarp(shape, config.tiling, counters, config.num_ctas, config.trace)
         self.pull_warp = PullWarp(shape, counters, config.tiling.gather)
         self.matrix_warps = MatrixWarps(shape, self.columns, STAGES, self.store_warp.pitch, config.tiling)
@@ -271,9 +272,7 @@ class Forward:
                     arch.mbarrier_arrive(pulls_over)
             else:
                 if (place.lane == 0) & (place.member == 0):
-                    num_tasks = arch.load(words(tables.header).iterator + int(WorkHeader.NUM_TASKS), Int32)
-                    queue = tables.counters + 4 * Counters.TASK_QUEUE
-                    schedule(ring, queue, tables.tasks, num_tasks, buffers, self.shape, config.tiling)
+                    self.scheduler.run(ring, tables, buffers, ranks)
         else:
             arch.setmaxregister_increase(MATRIX_REGISTERS)
             self.matrix_warps.run(smem, tiled_mma, loads, staging, staged, ring, warp, place)

@@ -17,7 +17,7 @@ from megaflux_kernels import ptx
 from megaflux_kernels.launch import TRACE_WORDS, Place, Ranks, Tables, wait_budget, wait_counter
 from megaflux_kernels.layout import Wait
 from megaflux_kernels.products import K_TILE
-from megaflux_kernels.ring import advance, take_task
+from megaflux_kernels.ring import Task, advance, take_task
 from megaflux_kernels.sync.device import doubles, words
 from megaflux_kernels.worklist import BLOCK_ROWS, SOURCE_SHIFT, Counters, Kind, LayerShape, Tiling
 
@@ -54,7 +54,7 @@ class LoadWarp:
         self.w1_tile = (self.columns // 2, 2)  # the gate rows, then the up rows of the same columns
         self.fc1_tiles = tiling.fc1_tiles(shape)
         self.stage_bytes = 2 * (BLOCK_ROWS + self.columns) * K_TILE
-        self.gather, self.hints = tiling.gather, tiling.hints
+        self.gather, self.hints, self.ahead = tiling.gather, tiling.hints, tiling.ahead
         self.arrivals = 1 + 32 if tiling.gather else 1
 
     @cute.jit
@@ -78,9 +78,10 @@ class LoadWarp:
         while task.kind != int(Kind.END):
             if const_expr(self.trace):
                 since = arch.globaltimer()
-            if place.lane == 0:
-                budget = self.wait_for_inputs(tables.counters, task, ranks, budget)
-            arch.sync_warp()
+            if const_expr(not self.ahead):
+                if place.lane == 0:
+                    budget = self.wait_for_inputs(tables.counters, task, ranks, budget)
+                arch.sync_warp()
             arch.fence_proxy("async.global")  # acquired by ordinary loads, read by TMA
             if const_expr(self.trace):
                 since = arch.globaltimer() - since
@@ -111,6 +112,23 @@ class LoadWarp:
             if place.lane == 0:
                 arch.store(doubles(trace).iterator + (place.cta * TRACE_WORDS + 6), fc1_wait)
                 arch.store(doubles(trace).iterator + (place.cta * TRACE_WORDS + 7), fc2_wait)
+
+    @cute.jit
+    def await_word(self, word, counters: Int64, ranks: Ranks, budget):
+        """One lane waits for the inputs of all CTAs of a word."""
+        low, high = Int32(word & 0xFFFFFFFF), Int32(word >> 32)
+        width = Int32(1) << ((high >> 26) & 3)
+        for i in cutlass.range(width, unroll=1):
+            task = Task(
+                (low & 0xFFFFFF) + i,
+                Int32(0),
+                (high >> 8) & 0xFFFF,
+                (high >> 24) & 3,
+                Int32(0),
+                (high >> 28) & 1,
+            )
+            budget = self.wait_for_inputs(counters, task, ranks, budget)
+        return budget
 
     @cute.jit
     def wait_for_inputs(self, counters: Int64, task, ranks: Ranks, budget):

@@ -13,9 +13,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, range_constexpr
 
 from megaflux_kernels import ptx
-from megaflux_kernels.launch import Buffers, Place
+from megaflux_kernels.launch import Buffers, Place, Ranks, Tables, wait_budget
 from megaflux_kernels.sync.device import doubles, words
-from megaflux_kernels.worklist import Kind
+from megaflux_kernels.worklist import Counters, Kind, LayerShape, Tiling, WorkHeader
 
 arch = cute.arch
 RING_WORDS = 2
@@ -84,33 +84,40 @@ def post_task(ring: Ring, index, word, cluster: cutlass.Constexpr):
         arch.store_async_dsmem(ring.words + index, halves, ring.full + index, cta)
 
 
-@cute.jit
-def schedule(
-    ring: Ring,
-    queue: Int64,
-    tasks: Int64,
-    num_tasks,
-    buffers: Buffers,
-    shape: cutlass.Constexpr,
-    tiling: cutlass.Constexpr,
-):
-    """Claim words in stream order until none is left, then post the end. Called by one lane of the first CTA.
+class Scheduler:
+    """The lane that claims.
 
-    A word is claimed only when a slot is free, late enough for the last tasks to go where there is room.
+    Args:
+        shape: the layer.
+        tiling: tiles and clusters.
+        load_warp: knows what a word waits for.
     """
-    claims = words(queue).iterator
-    index, phase = Int32(0), Int32(0)
-    claimed = arch.atomic_add(claims, Int32(1), sem="relaxed", scope="gpu")
-    while claimed < num_tasks:
-        word = arch.load(doubles(tasks).iterator + claimed, Int64)
-        arch.mbarrier_wait(ring.empty + index, phase ^ 1)
-        post_task(ring, index, word, tiling.cluster)
-        prefetch_weights(word, buffers, shape, tiling)
-        index, phase = advance(index, phase, RING_WORDS)
-        arch.mbarrier_wait(ring.empty + index, phase ^ 1)
+
+    def __init__(self, shape: LayerShape, tiling: Tiling, load_warp) -> None:
+        self.shape, self.tiling, self.load_warp = shape, tiling, load_warp
+
+    @cute.jit
+    def run(self, ring: Ring, tables: Tables, buffers: Buffers, ranks: Ranks):
+        """Claim words in stream order until none is left, then post the end. Called by one lane of the first CTA.
+
+        A word is claimed only when a slot is free, late enough for the last tasks to go where there is room.
+        """
+        claims = words(tables.counters).iterator + Counters.TASK_QUEUE
+        num_tasks = arch.load(words(tables.header).iterator + int(WorkHeader.NUM_TASKS), Int32)
+        index, phase, budget = Int32(0), Int32(0), 2 * wait_budget(ranks)
         claimed = arch.atomic_add(claims, Int32(1), sem="relaxed", scope="gpu")
-    arch.mbarrier_wait(ring.empty + index, phase ^ 1)
-    post_task(ring, index, Int64(int(Kind.END) << 56), tiling.cluster)
+        while claimed < num_tasks:
+            word = arch.load(doubles(tables.tasks).iterator + claimed, Int64)
+            prefetch_weights(word, buffers, self.shape, self.tiling)
+            if const_expr(self.tiling.ahead):
+                budget = self.load_warp.await_word(word, tables.counters, ranks, budget)
+            arch.mbarrier_wait(ring.empty + index, phase ^ 1)
+            post_task(ring, index, word, self.tiling.cluster)
+            index, phase = advance(index, phase, RING_WORDS)
+            arch.mbarrier_wait(ring.empty + index, phase ^ 1)
+            claimed = arch.atomic_add(claims, Int32(1), sem="relaxed", scope="gpu")
+        arch.mbarrier_wait(ring.empty + index, phase ^ 1)
+        post_task(ring, index, Int64(int(Kind.END) << 56), self.tiling.cluster)
 
 
 @cute.jit
@@ -141,4 +148,4 @@ def prefetch_rows(base: Int64, first, end, row_bytes: cutlass.Constexpr):
         ptx.prefetch(base + Int64(row) * row_bytes, 8 * row_bytes)
 
 
-__all__ = ["READERS", "RING_WORDS", "Ring", "Task", "advance", "post_task", "schedule", "take_task"]
+__all__ = ["READERS", "RING_WORDS", "Ring", "Scheduler", "Task", "advance", "post_task", "take_task"]

@@ -176,6 +176,7 @@ class Tiling:
     hints: bool = False
     prefetch: bool = False
     skew: bool = False
+    ahead: bool = False
 
     def fc1_tiles(self, shape: LayerShape) -> int:
         """N tiles of FC1."""

@@ -51,12 +51,12 @@ def assert_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
 TILINGS = {
     "pool2": Tiling(),
     "gather2": Tiling(gather=True),
+    "ahead2": Tiling(gather=True, ahead=True),
     "skew2": Tiling(gather=True, skew=True),
     "prefetch2": Tiling(gather=True, prefetch=True),
     "gather4": Tiling(gather=True, cluster=4),
-    "all2": Tiling(gather=True, skew=True, prefetch=True),
-    "all4": Tiling(gather=True, cluster=4, skew=True, prefetch=True),
-    "poolskew2": Tiling(skew=True),
+    "all2": Tiling(gather=True, ahead=True, skew=True, prefetch=True),
+    "all4": Tiling(gather=True, cluster=4, ahead=True, skew=True, prefetch=True),
 }
 
 
