@@ -1,22 +1,17 @@
 """Metrics in SGLang: the layers' series on the server's own ``/metrics``, which ``--enable-metrics`` turns on.
 
 Decides where SGLang's processes meet: the launcher makes a folder and names it in the environment, which every
-scheduler inherits; schedulers write their snapshots there, and the registry that answers ``/metrics`` reads them.
+scheduler inherits; schedulers write their snapshots there, and answers to ``/metrics`` show them.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaflux_sglang import backend, versions
 from megaflux_sglang.options import megaflux_config
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
-
     from megaflux_serve.config import MegaFluxConfig
     from megaflux_serve.executors import DeviceExecutor, Executor
     from megaflux_serve.metrics.meter import Meter
@@ -50,36 +45,19 @@ def name_folder(result: None, server_args: Any, *args: Any, **kwargs: Any) -> No
         snapshot.name_folder()
 
 
-def add_layers(original: Callable[..., None], app: Any) -> None:
-    """Around ``add_prometheus_middleware``, which makes a registry and shows it to nobody but ``make_asgi_app``.
+def show_layers(app: Any) -> None:
+    """Before ``add_prometheus_middleware``.
 
-    SGLang imports prometheus-client when this is called, and not before: its mode depends on the environment then.
+    SGLang imports prometheus-client when that is called, and not before: its mode depends on the environment then.
     """
-    import prometheus_client
+    from megaflux_serve.metrics import registries
 
-    from megaflux_serve.metrics.exporter import LayerCollector
-    from megaflux_serve.metrics.snapshot import FOLDER_VARIABLE
-
-    folder = os.environ.get(FOLDER_VARIABLE)
-    if folder is None:
-        original(app)
-        return
-    make_asgi_app = prometheus_client.make_asgi_app
-
-    def with_layers(registry: CollectorRegistry) -> Any:
-        registry.register(LayerCollector(Path(folder)))
-        return make_asgi_app(registry=registry)
-
-    prometheus_client.make_asgi_app = with_layers
-    try:
-        original(app)
-    finally:
-        prometheus_client.make_asgi_app = make_asgi_app
+    registries.show_layers()
 
 
 HOOKS: tuple[versions.Hook, ...] = (
     ("sglang.srt.server_args.ServerArgs.__post_init__", name_folder, "after"),
-    ("sglang.srt.utils.common.add_prometheus_middleware", add_layers, "around"),
+    ("sglang.srt.utils.common.add_prometheus_middleware", show_layers, "before"),
 )
 
-__all__ = ["HOOKS", "add_layers", "name_folder", "worker_meter"]
+__all__ = ["HOOKS", "name_folder", "show_layers", "worker_meter"]

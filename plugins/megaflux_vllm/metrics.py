@@ -1,23 +1,18 @@
 """Metrics in vLLM: the layers' series on the server's own ``/metrics``.
 
 Decides where vLLM's processes meet: the front end of a server makes a folder and names it in the environment, which
-every process that it starts inherits; workers write their snapshots there, and each registry that answers ``/metrics``
-reads them. vLLM's own metrics, and whether they are in multiprocess mode, stay as they are.
+every process that it starts inherits; workers write their snapshots there, and answers to ``/metrics`` show them.
+vLLM's own metrics, and whether they are in multiprocess mode, stay as they are.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 from megaflux_vllm.backend_name import BACKEND
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
@@ -25,31 +20,26 @@ if TYPE_CHECKING:
     from megaflux_serve.executors import DeviceExecutor, Executor
     from megaflux_serve.metrics.meter import Meter
 
-GET_REGISTRY = "get_prometheus_registry"
-
-_with_layers: WeakSet[CollectorRegistry] = WeakSet()
-
 
 def install() -> None:
     """Hook the front end; a server that does not use the backend, or not the option ``metrics``, stays as it is."""
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.metrics import prometheus
+
+    from megaflux_serve.metrics.registries import show_layers
 
     if is_installed():
         return
     EngineArgs.create_engine_config = _naming_a_folder(EngineArgs.create_engine_config)
-    original = prometheus.get_prometheus_registry
-    hooked = _adding_layers(original)
-    for name, module in list(sys.modules.items()):  # whoever has imported the function holds it under its name
-        if name.startswith("vllm.") and getattr(module, GET_REGISTRY, None) is original:
-            setattr(module, GET_REGISTRY, hooked)
+    show_layers()
 
 
 def is_installed() -> bool:
-    """Whether registries get the layers' series."""
-    from vllm.v1.metrics import prometheus
+    """Whether servers name a folder, and answers show what is in it."""
+    from vllm.engine.arg_utils import EngineArgs
 
-    return hasattr(prometheus.get_prometheus_registry, "adds_megaflux_layers")
+    from megaflux_serve.metrics.registries import is_shown
+
+    return hasattr(EngineArgs.create_engine_config, "names_a_folder") and is_shown()
 
 
 def worker_meter(
@@ -85,24 +75,8 @@ def _naming_a_folder(create: Any) -> Any:
             name_folder()
         return config
 
+    create_engine_config.names_a_folder = True  # type: ignore[attr-defined]
     return create_engine_config
-
-
-def _adding_layers(get: Any) -> Any:
-    @functools.wraps(get)
-    def get_prometheus_registry() -> CollectorRegistry:
-        from megaflux_serve.metrics.exporter import LayerCollector
-        from megaflux_serve.metrics.snapshot import FOLDER_VARIABLE
-
-        registry: CollectorRegistry = get()
-        folder = os.environ.get(FOLDER_VARIABLE)
-        if folder is not None and registry not in _with_layers:
-            registry.register(LayerCollector(Path(folder)))
-            _with_layers.add(registry)
-        return registry
-
-    get_prometheus_registry.adds_megaflux_layers = True  # type: ignore[attr-defined]
-    return get_prometheus_registry
 
 
 __all__ = ["install", "is_installed", "worker_meter"]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 from megaflux_serve.capture import ModelShape, ReplayRecord, ReplayStore
@@ -23,6 +24,7 @@ from megaflux_serve.metrics.catalogue import BY_NAME, CATALOGUE, SERVER_LABELS, 
 from megaflux_serve.metrics.events import CaptureEvents, window_planned, window_sealed
 from megaflux_serve.metrics.exporter import LATELY_S, LayerCollector, RecentRows, layer_labels
 from megaflux_serve.metrics.meter import Meter
+from megaflux_serve.metrics.registries import show_layers
 from megaflux_serve.metrics.snapshot import FOLDER_VARIABLE, Snapshot, Worker, read_snapshots
 from megaflux_serve.metrics.textfile import add_to_textfile
 from megaflux_serve.planning.gate import GateCosts
@@ -191,6 +193,24 @@ def test_a_folder_of_our_own_is_this_user_s_alone_and_ends_with_the_process_that
     folder, _ = named_folder(environment | {FOLDER_VARIABLE: str(tmp_path)})
     assert folder == tmp_path
     assert folder.exists()
+
+
+def test_both_modes_of_prometheus_client_show_layers_where_a_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots, values = tmp_path / "snapshots", tmp_path / "values"
+    values.mkdir()
+    served()[0].snapshot().write(snapshots)
+    show_layers()
+    show_layers()
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, path=str(values))
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    for shown_by in (REGISTRY, registry):
+        assert b"megaflux_batches_total" not in generate_latest(shown_by)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(snapshots))
+    for shown_by in (REGISTRY, registry):
+        assert generate_latest(shown_by).count(b"# TYPE megaflux_batches_total") == 1
 
 
 def test_no_worker_yet_is_no_series(tmp_path: Path) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 
-from megaflux_serve.metrics.snapshot import FOLDER_VARIABLE
 from tests.plugins.engine_runs import PROMPTS, Server, serve
 from tests.plugins.scrapes import missing, scrape, total
 
@@ -44,29 +41,16 @@ def test_a_folder_is_named_for_a_server_with_the_backend_alone(monkeypatch: pyte
     assert named == [True]
 
 
-def test_a_registry_gets_the_layers_series_once_and_only_where_a_folder_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from megaflux_vllm import metrics
-
-    registry = CollectorRegistry()
-    hooked = metrics._adding_layers(lambda: registry)
-    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
-    assert b"megaflux" not in generate_latest(hooked())
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    assert hooked() is hooked() is registry
-    assert generate_latest(registry).count(b"# TYPE megaflux_batches_total") == 1
-
-
-def test_every_module_that_holds_vllm_s_function_gets_ours() -> None:
+def test_registering_again_changes_nothing() -> None:
     import megaflux_vllm
     from megaflux_vllm import metrics
-    from vllm.entrypoints.serve.instrumentator import metrics as answers
+    from vllm.engine.arg_utils import EngineArgs
 
     megaflux_vllm.register()
+    hooked = EngineArgs.create_engine_config
     megaflux_vllm.register()
     assert metrics.is_installed()
-    assert hasattr(answers.get_prometheus_registry, "adds_megaflux_layers")
+    assert EngineArgs.create_engine_config is hooked
 
 
 @pytest.fixture(scope="module", params=["1", "2"], ids=["one front end", "two front ends"])
