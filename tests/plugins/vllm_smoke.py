@@ -1,115 +1,175 @@
-"""A first look: do real vLLM servers with the backend start on two GPUs and give the tokens of stock vLLM?
+"""A first look: do vLLM's engines with the backend run on two GPUs and give the tokens of stock vLLM?
 
     python3 -m tests.plugins.vllm_smoke --out FOLDER [--only NAME ...]
 
-Servers of a group start together, on both GPUs: first eager ones of stock vLLM and of the backend; then one with
-compiled model and captured graphs, which has the machine alone and measures its memory; then a tensor-parallel one and
-one that hands small batches to vLLM's kernels. Prints a line a server; logs go to the folder. The status is the number
-of servers that failed.
+Importing vLLM takes most of a minute on a cold machine, so nothing is imported twice: one process imports it, and every
+engine is two processes forked from that one, a rank each, with the engine inside (no HTTP; the tests start servers).
+Engines of a group run at the same time. Prints a line an engine; logs go to the folder. The status is the number of
+engines that failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import re
+import socket
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
-from tests.plugins.engine_runs import PROMPTS, TINY_MOE, Server, serve
+from tests.plugins.engine_runs import ENVIRONMENT, PROMPTS, TINY_MOE
 from tests.plugins.random_moe import write_checkpoint
 
-COMMON = ("--dtype", "bfloat16", "--max-model-len", "2048", "--api-server-count", "1", "--no-enable-prefix-caching")
-DATA = ("--enable-expert-parallel", "--data-parallel-size", "2")
-TENSOR = ("--enable-expert-parallel", "--tensor-parallel-size", "2")
-SHARED_GPU = ("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(2 << 30))
-ALONE = ("--gpu-memory-utilization", "0.6")
-FEW_GRAPHS = ("--max-cudagraph-capture-size", "32")
-MEGAKERNEL = {"executor": "megakernel", "timeout_s": 40}
-OPEN = MEGAKERNEL | {"gate": None}  # small batches move replicas too
+RANKS = 2
 LONG = " ".join(PROMPTS[:3]) * 12  # more than a block of rows for most experts
+NUM_TOKENS = 24
 ENOUGH_EQUAL = 0.8
 """Share of first tokens that have to agree: where two tokens are nearly as likely, BF16 may choose either."""
+
+COMMON = {
+    "dtype": "bfloat16",
+    "max_model_len": 1024,
+    "enable_prefix_caching": False,
+    "enable_expert_parallel": True,
+    "gpu_memory_utilization": 0.2,
+    "kv_cache_memory_bytes": 2 << 30,
+}
+GRAPHS = {"max_cudagraph_capture_size": 32, "gpu_memory_utilization": 0.6}
+MEGAKERNEL = {"executor": "megakernel", "timeout_s": 40}
+OPEN = MEGAKERNEL | {"gate": None}  # small batches move replicas too
 
 
 @dataclass(frozen=True)
 class Run:
-    """A server: name, whether it serves the tiny model, flags, options of ours (None: stock vLLM)."""
+    """An engine on two ranks.
+
+    Attributes:
+        name: of the engine.
+        options: ours; None is stock vLLM.
+        engine: arguments of ``vllm.LLM`` beside ``COMMON``.
+        is_tiny: serves tiny-moe instead of the random model.
+        is_data_parallel: data-parallel ranks; tensor-parallel ones otherwise.
+    """
 
     name: str
-    tiny: bool
-    flags: Sequence[str]
-    options: dict[str, object] | None
+    options: dict[str, Any] | None = None
+    engine: dict[str, Any] = field(default_factory=lambda: {"enforce_eager": True})
+    is_tiny: bool = False
 
     @property
-    def arguments(self) -> list[str]:
-        """Flags for ``vllm serve``."""
-        if self.options is None:
-            return list(self.flags)
-        return [*self.flags, "--moe-backend", "megaflux", "--additional-config", json.dumps({"megaflux": self.options})]
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of ``vllm.LLM``."""
+        ours = {"moe_backend": "megaflux", "additional_config": {"megaflux": self.options}}
+        return COMMON | self.engine | ({} if self.options is None else ours)
 
 
 GROUPS = (
-    (
-        Run("stock", False, (*DATA, *SHARED_GPU, "--enforce-eager"), None),
-        Run("eager", False, (*DATA, *SHARED_GPU, "--enforce-eager"), OPEN),
-        Run("tiny-stock", True, (*DATA, *SHARED_GPU, "--enforce-eager"), None),
-        Run("tiny", True, (*DATA, *SHARED_GPU, "--enforce-eager"), OPEN | {"replica_slots": 3}),
-    ),
-    (Run("graphs", False, (*DATA, *ALONE, *FEW_GRAPHS), MEGAKERNEL),),
-    (
-        Run("tensor", False, (*TENSOR, *SHARED_GPU, *FEW_GRAPHS), MEGAKERNEL),
-        Run("small", False, (*DATA, *SHARED_GPU, *FEW_GRAPHS), MEGAKERNEL | {"min_tokens": 33}),
-    ),
+    (Run("stock"), Run("eager", OPEN)),
+    (Run("graphs", MEGAKERNEL, GRAPHS | {"kv_cache_memory_bytes": None}),),
+    (Run("tiny-stock", is_tiny=True), Run("tiny", OPEN | {"replica_slots": 3}, is_tiny=True)),
+    (Run("small", MEGAKERNEL | {"min_tokens": 33}, GRAPHS),),
 )
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a server did: seconds to its first health answer, tokens a prompt, error text or None."""
+def import_everything() -> None:
+    """What every engine needs, before ranks are forked; starts no CUDA context."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+    from vllm.model_executor.warmup import kernel_warmup
+    from vllm.plugins import load_general_plugins
 
-    start_s: float
-    tokens: list[list[int]]
-    error: str | None
-
-
-def machine() -> str:
-    """Whether the executor ``auto`` would be the megakernel here, as far as the machine decides."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cuda():
-        return "no NVIDIA GPU"
-    names = [current_platform.get_device_name(index) for index in range(current_platform.device_count())]
-    return f"{names}, connected by NVLink: {current_platform.is_fully_connected(list(range(len(names))))}"
+    load_general_plugins()
+    ModelRegistry.register_model("Qwen3MoeForCausalLM", Qwen3MoeForCausalLM)  # else a subprocess imports all again
+    kernel_warmup._warmup_ll_bf16_router_gemm = lambda: None  # twenty seconds, for routers of other models
 
 
-def ask(server: Server) -> list[list[int]]:
-    """Greedy tokens: each prompt alone, while the other rank idles; all at once; a long one."""
-    alone = [server.complete(prompt) for prompt in PROMPTS]
-    return alone + server.complete_together(PROMPTS) + server.complete_together([LONG] * 3)
-
-
-def try_run(run: Run, model: Path, out: Path, start_s: float) -> Answer:
-    """Start, ask and stop a server; an error is part of the answer."""
-    log, begin, started = out / f"{run.name}.log", time.monotonic(), 0.0
+def serve_rank(run: Run, rank: int, port: int, model: Path, out: Path) -> None:
+    """One rank of an engine, in a process of its own: writes ``<name>-<rank>.json`` and ``.log``."""
+    log = os.open(out / f"{run.name}-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    os.environ |= {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": str(RANKS)}
+    os.environ |= {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
     try:
-        with serve(run.arguments, log, model, COMMON, start_s) as server:
-            started = time.monotonic() - begin
-            return Answer(started, ask(server), None)
-    except Exception as error:  # a first look goes on with the next server
-        return Answer(started, [], f"{type(error).__name__}: {str(error).splitlines()[0]}\n{excerpt(log)}")
+        from vllm import LLM, SamplingParams
+
+        begin = time.monotonic()
+        llm = LLM(str(model), distributed_executor_backend="uni", **run.arguments)
+        started = time.monotonic() - begin
+        sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        # The other rank ends earlier or later and idles: two batches of different sizes, then one prompt alone.
+        batches = [PROMPTS[rank::RANKS], [LONG] * (1 + 2 * rank), PROMPTS[:1]]
+        tokens = [
+            list(answer.outputs[0].token_ids)
+            for batch in batches
+            for answer in llm.generate(batch, sampling, use_tqdm=False)
+        ]
+        answer = {"start_s": started, "run_s": time.monotonic() - begin - started, "tokens": tokens}
+        (out / f"{run.name}-{rank}.json").write_text(json.dumps(answer))
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(0)  # the answer is written; ending an engine in order takes long
 
 
-def excerpt(log: Path, lines_shown: int = 45) -> str:
-    """The part of a log that explains a failure: from the first traceback on, else its end."""
+@dataclass
+class Answer:
+    """What an engine did: seconds to start, to answer, tokens a prompt of all ranks; or why it did not."""
+
+    start_s: float = 0.0
+    run_s: float = 0.0
+    tokens: list[list[int]] = field(default_factory=list)
+    error: str | None = None
+
+    @classmethod
+    def of(cls, name: str, out: Path) -> Answer:
+        """From the files of the ranks."""
+        files = [out / f"{name}-{rank}.json" for rank in range(RANKS)]
+        if not all(file.exists() for file in files):
+            logs = [out / f"{name}-{rank}.log" for rank in range(RANKS)]
+            return cls(error="\n".join(f"-- {log.name}\n{excerpt(log)}" for log in logs if log.exists()))
+        parts = [json.loads(file.read_text()) for file in files]
+        tokens = [row for part in parts for row in part["tokens"]]
+        return cls(max(part["start_s"] for part in parts), max(part["run_s"] for part in parts), tokens)
+
+
+def run_group(group: Sequence[Run], models: dict[bool, Path], out: Path, limit_s: float) -> dict[str, Answer]:
+    """The engines of a group, at the same time and for at most ``limit_s`` seconds."""
+    fork, ranks = multiprocessing.get_context("fork"), list[BaseProcess]()
+    for run in group:
+        port = free_port()
+        for rank in range(RANKS):
+            ranks.append(fork.Process(target=serve_rank, args=(run, rank, port, models[run.is_tiny], out)))
+            ranks[-1].start()
+    end = time.monotonic() + limit_s
+    for process in ranks:
+        process.join(max(0.1, end - time.monotonic()))
+        process.kill()
+    return {run.name: Answer.of(run.name, out) for run in group}
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def excerpt(log: Path, lines_shown: int = 40) -> str:
+    """The part of a log that explains a failure: the last traceback, or its end."""
     text = [re.sub(r"\x1b\[[0-9;]*m", "", line)[:240] for line in log.read_text(errors="replace").splitlines()]
-    first = next((index for index, line in enumerate(text) if "Traceback" in line), max(0, len(text) - lines_shown))
-    return "\n".join([*text[first : first + lines_shown], "[...]", *text[-8:]])
+    raised = [index for index, line in enumerate(text) if "Traceback" in line]
+    return "\n".join(text[-lines_shown:] if not raised else text[raised[0] : raised[0] + lines_shown])
 
 
 def share(equal: Sequence[bool]) -> float:
@@ -117,45 +177,48 @@ def share(equal: Sequence[bool]) -> float:
     return sum(equal) / len(equal) if equal else 0.0
 
 
+def verdict(tokens: Sequence[list[int]], stock: Sequence[list[int]]) -> str:
+    """How many answers are those of stock vLLM."""
+    pairs = list(zip(tokens, stock, strict=True))
+    first, whole = share([a[0] == b[0] for a, b in pairs]), share([a == b for a, b in pairs])
+    words = "as stock" if first >= ENOUGH_EQUAL else "NOT AS STOCK"
+    return f"{words}: first tokens equal {first:.0%}, whole answers {whole:.0%}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="+", help="names of servers", default=[])
-    parser.add_argument("--start-s", type=float, default=80.0, help="the longest start of a server")
+    parser.add_argument("--only", nargs="+", help="names of engines", default=[])
+    parser.add_argument("--limit-s", type=float, default=90.0, help="of a group")
     parser.add_argument("--layers", type=int, default=2)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    answers: dict[str, Answer] = {}
-    print(f"== this machine: {machine()}", flush=True)
+    fork, answers = multiprocessing.get_context("fork"), dict[str, Answer]()
     with tempfile.TemporaryDirectory() as scratch:
-        random = write_checkpoint(Path(scratch) / "model", arguments.layers)
+        model = Path(scratch) / "model"
+        writer = fork.Process(target=write_checkpoint, args=(model, arguments.layers))
+        writer.start()
+        begin = time.monotonic()
+        import_everything()
+        writer.join()
+        print(f"imported in {time.monotonic() - begin:.0f} s", flush=True)
         for group in GROUPS:
             runs = [run for run in group if not arguments.only or run.name in arguments.only]
-            with ThreadPoolExecutor(max(1, len(runs))) as pool:
-                paths = [TINY_MOE if run.tiny else random for run in runs]
-                done = pool.map(
-                    lambda pair: try_run(*pair, arguments.out, arguments.start_s), zip(runs, paths, strict=True)
-                )
-                answers |= dict(zip([run.name for run in runs], done, strict=True))
+            answers |= run_group(runs, {False: model, True: TINY_MOE}, arguments.out, arguments.limit_s)
             for run in runs:
                 report(run, answers)
-    facts = {name: {"start_s": answer.start_s, "tokens": answer.tokens} for name, answer in answers.items()}
-    (arguments.out / "smoke.json").write_text(json.dumps(facts))
     return sum(answer.error is not None for answer in answers.values())
 
 
 def report(run: Run, answers: dict[str, Answer]) -> None:
-    """Print what became of a server, beside the stock server of its model if there was one."""
-    answer, stock = answers[run.name], answers.get("tiny-stock" if run.tiny else "stock")
+    """Print what became of an engine, beside the stock engine of its model if there was one."""
+    answer, stock = answers[run.name], answers.get("tiny-stock" if run.is_tiny else "stock")
     if answer.error is not None:
         print(f"== {run.name}: FAILED\n{answer.error}", flush=True)
         return
-    line = f"== {run.name}: started in {answer.start_s:.0f} s, {len(answer.tokens)} answers"
+    line = f"== {run.name}: started in {answer.start_s:.0f} s, {len(answer.tokens)} answers in {answer.run_s:.1f} s"
     if stock is not None and stock.tokens and run.options is not None:
-        pairs = list(zip(answer.tokens, stock.tokens, strict=True))
-        first, whole = share([a[0] == b[0] for a, b in pairs]), share([a == b for a, b in pairs])
-        verdict = "as stock" if first >= ENOUGH_EQUAL else "NOT AS STOCK"
-        line += f"; first tokens equal {first:.0%}, whole answers {whole:.0%}: {verdict}"
+        line += f"; {verdict(answer.tokens, stock.tokens)}"
     print(line, flush=True)
 
 
