@@ -121,14 +121,25 @@ def demonstrate(port: int | None) -> None:
 # ---- the two servers -------------------------------------------------------------------------------------------------
 
 
-def megaflux_server(port: int | None) -> Server:
-    """The server of the demonstration: data parallel over two processes, experts spread over both."""
-    PLAN_LOG.unlink(missing_ok=True)  # plans and records are appended
-    shutil.rmtree(REPLAY, ignore_errors=True)
-    options = {"replica_slots": REPLICA_SLOTS, "block_rows": BLOCK_ROWS, "plan_log": str(OUT), "capture": str(REPLAY)}
+def megaflux_server(port: int | None, folder: Path = OUT) -> Server:
+    """The server of the demonstration: data parallel over two processes, experts spread over both.
+
+    Args:
+        port: None takes a free one.
+        folder: of its log, its plan log and its replay store, which are begun anew.
+    """
+    (folder / PLAN_LOG.name).unlink(missing_ok=True)  # plans and records are appended
+    replay = folder / REPLAY.name
+    shutil.rmtree(replay, ignore_errors=True)
+    options = {
+        "replica_slots": REPLICA_SLOTS,
+        "block_rows": BLOCK_ROWS,
+        "plan_log": str(folder),
+        "capture": str(replay),
+    }
     arguments = ["--moe-backend", "megaflux", "--enable-expert-parallel", "--data-parallel-size", "2"]
     arguments += ["--additional-config", json.dumps({"megaflux": options})]
-    return Server("MegaFlux", CHECKPOINT, arguments, OUT / "megaflux.log", port)
+    return Server("MegaFlux", CHECKPOINT, arguments, folder / "megaflux.log", port)
 
 
 def wait_for(server: Server) -> None:

@@ -11,6 +11,7 @@ pictures are not Grafana's: ``dashboards/compose.yaml`` starts that. Everything 
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import time
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of load (default: 60)")
     parser.add_argument("--images", type=Path, default=OUT, help="folder of the pictures (default: out/watch)")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is stopped then, too
     try:
         with watched() as watch:
             load(watch.server, args.seconds)
@@ -73,7 +75,7 @@ def watched() -> Iterator[Watched]:
         ServerError, PrometheusError: one of them did not start.
     """
     trainer_port = free_port()
-    with megaflux_server(None) as server:
+    with megaflux_server(None, OUT) as server:
         config = config_for(
             PROJECT / "dashboards" / "prometheus",
             {"megaflux-server": f"127.0.0.1:{server.port}", "megaflux-trainer": f"127.0.0.1:{trainer_port}"},
@@ -87,8 +89,7 @@ def watched() -> Iterator[Watched]:
 @contextmanager
 def planner(port: int) -> Iterator[None]:
     """The process that seals and plans windows, stopped at the end."""
-    command = [sys.executable, str(PROJECT / "examples" / "plan_windows.py"), str(REPLAY)]
-    OUT.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(PROJECT / "examples" / "plan_windows.py"), str(OUT / REPLAY.name)]
     with (OUT / "windows.log").open("wb") as log:
         process = subprocess.Popen([*command, "--port", str(port), "--every", "5"], stdout=log, stderr=log)
     try:
