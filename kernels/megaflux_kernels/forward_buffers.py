@@ -190,7 +190,7 @@ class ForwardLayer:
         buffers = self.buffers
         self.transfer()
         self.forward()
-        weights = torch.zeros(1, buffers.shape.top_k, device=buffers.x.device)
+        weights = torch.zeros(1, buffers.shape.top_k, dtype=torch.float32, device=buffers.x.device)
         buffers.combine(weights, torch.empty_like(buffers.x[:1]))
         torch.cuda.synchronize(buffers.x.device)
 
