@@ -30,7 +30,7 @@ from tests.plugins.engine_runs import ENVIRONMENT, PROMPTS, TINY_MOE
 from tests.plugins.random_moe import write_checkpoint
 
 RANKS = 2
-LONG = " ".join(PROMPTS[:3]) * 12  # more than a block of rows for most experts
+LONG = " ".join(PROMPTS[:3]) * 8  # more than a block of rows for most experts
 NUM_TOKENS = 24
 ENOUGH_EQUAL = 0.8
 """Share of first tokens that have to agree: where two tokens are nearly as likely, BF16 may choose either."""
