@@ -75,6 +75,7 @@ class MegaFluxMoEMethod(UnquantizedFusedMoEMethod):
             self.replicated_moe.on_device.prepare(layer.top_k)
         if self.context.meter is not None:
             self.context.meter.watch(self.replicated_moe, layer.top_k)
+        self.context.startup.add(self.replicated_moe)
         _served.add(self.replicated_moe)
 
     def apply(self, layer: FusedMoE, dispatch_output: StandardDispatchOutput) -> StandardCombineInput:
@@ -85,6 +86,7 @@ class MegaFluxMoEMethod(UnquantizedFusedMoEMethod):
             dispatch_output: rows [M, H], and ids and weights [M, k] of logical experts; a row of -1 is padding, whose
                 result nobody reads.
         """
+        self.context.startup.tell()
         moe, topk = self.home_weights_checked(layer), dispatch_output.topk_output
         batch = RoutingBatch(dispatch_output.hidden_states, route_padding(topk.topk_ids), topk.topk_weights.float())
         return StandardCombineInput(hidden_states=moe.forward_rank(batch))

@@ -6,6 +6,7 @@ have one rule of placement, rank ``e // (E/P)``, which is the core's default.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -18,6 +19,7 @@ from megaflux_serve.executors import DeviceExecutor, Executor, select_executor
 from megaflux_serve.layer import Observer
 from megaflux_serve.metrics.meter import Meter
 from megaflux_serve.plan_log import PlanLog
+from megaflux_serve.startup import Startup
 from megaflux_serve.workspace import Workspace
 from megaflux_sglang.choice import settle
 from megaflux_sglang.metrics import worker_meter
@@ -25,6 +27,8 @@ from megaflux_sglang.options import megaflux_config, option_error
 
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
+
+LOGGER = logging.getLogger("sglang.megaflux")
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class RankContext:
         workspace: where replica slots come from.
         observers: the plan log, on rank 0 and if one is asked for.
         meter: adds up what the layers do, where somebody asks for metrics.
+        startup: says what the layers take.
     """
 
     options: MegaFluxConfig
@@ -44,6 +49,7 @@ class RankContext:
     workspace: Workspace
     observers: list[Observer]
     meter: Meter | None
+    startup: Startup
 
 
 _contexts: WeakKeyDictionary[GroupCoordinator, RankContext] = WeakKeyDictionary()
@@ -71,7 +77,8 @@ def rank_context(server_args: Any, device: torch.device) -> RankContext:
         workspace = Workspace(options.replica_slots if group.world_size > 1 else 0, options.sticky)
         logs = [PlanLog(options.plan_log)] if options.plan_log is not None and group.rank_in_group == 0 else []
         meter = worker_meter(options, executor, group.rank_in_group, server_args)
-        _contexts[group] = RankContext(options, executor, workspace, [*logs], meter)
+        startup = Startup(options, executor, LOGGER if group.rank_in_group == 0 else None)
+        _contexts[group] = RankContext(options, executor, workspace, [*logs], meter, startup)
     return _contexts[group]
 
 

@@ -5,6 +5,7 @@ Decides how vLLM's groups become the core's ranks. Knows nothing of plans or wei
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,15 +24,17 @@ from megaflux_serve.layer import Observer
 from megaflux_serve.metrics.meter import Meter
 from megaflux_serve.plan_log import PlanLog
 from megaflux_serve.slots import IntArray, SlotLayout
+from megaflux_serve.startup import Startup
 from megaflux_serve.workspace import ExpertWeights, Workspace
 from megaflux_vllm.checks import megaflux_config, option_error
 from megaflux_vllm.metrics import worker_meter
-from megaflux_vllm.startup import Startup
 from megaflux_vllm.steps import watch_steps
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+
+LOGGER = logging.getLogger("vllm.megaflux")
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def rank_context() -> RankContext:
         workspace = Workspace(options.replica_slots if group.world_size > 1 else 0, options.sticky)
         logs = [PlanLog(options.plan_log)] if options.plan_log is not None and group.rank_in_group == 0 else []
         meter = worker_meter(options, executor, group.rank_in_group, config)
-        startup = Startup(options, executor, is_told=group.rank_in_group == 0)
+        startup = Startup(options, executor, LOGGER if group.rank_in_group == 0 else None)
         context = RankContext(options, executor, workspace, [*logs], meter, startup, looks=[])
         if isinstance(executor, DeviceExecutor):
             watch_steps(executor, context.notice_writes)

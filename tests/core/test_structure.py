@@ -24,6 +24,7 @@ ORDER = (
     "migration",
     "trace",
     "plan_log",
+    "startup",
     "metrics",
     "cli",
 )

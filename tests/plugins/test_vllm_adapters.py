@@ -19,7 +19,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 import megaflux_vllm
 from megaflux_vllm import backend_name, checks, cpu_router, layer, method, ranks, versions
 from megaflux_vllm.ranks import RowShard, home_ranks
-from megaflux_vllm.startup import Startup
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.kernel import KernelConfig
 from vllm.model_executor.custom_op import op_registry_oot
@@ -32,6 +31,7 @@ from megaflux_serve.executors import DeviceExecutor, DeviceLayer, Executor, Memo
 from megaflux_serve.planning.plan import ReplicaPlan
 from megaflux_serve.routing import RoutingBatch
 from megaflux_serve.slots import SlotLayout
+from megaflux_serve.startup import Startup
 from megaflux_serve.workspace import ExpertSlots, ExpertWeights, Workspace
 from tests.oracles.moe_float64 import moe_float64
 from tests.plugins.vllm_configs import moe_config
@@ -233,7 +233,9 @@ def loaded_layer(
 ) -> tuple[method.MegaFluxMoEMethod, Layer]:
     """A layer of 8 experts on one rank, its weights loaded."""
     options = MegaFluxConfig(block_rows=4, **more)
-    context = ranks.RankContext(options, executor, Workspace(0), [], None, Startup(options, executor, is_told=True), [])
+    context = ranks.RankContext(
+        options, executor, Workspace(0), [], None, Startup(options, executor, logging.getLogger("vllm.megaflux")), []
+    )
     monkeypatch.setattr(method, "rank_context", lambda: context)
     monkeypatch.setattr(RowShard, "of", lambda moe: RowShard(1, 0))
     with set_current_vllm_config(VllmConfig()):

@@ -1,6 +1,6 @@
 """What the backend takes on this rank, as one line of the log when all layers are built.
 
-Decides the wording and the moment: the first batch, which is vLLM's own memory profile.
+Decides the wording and the moment: the first batch, which an engine makes up itself. Knows no engine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.executors import DeviceExecutor, Executor
 from megaflux_serve.layer import ReplicatedMoE
 
-LOGGER = logging.getLogger("vllm.megaflux")
 GIB = 1 << 30
 
 
@@ -22,11 +21,13 @@ class Startup:
     Args:
         options: of the server.
         executor: of the rank.
-        is_told: whether this rank says the line; all ranks take the same.
+        logger: gets the line; None on ranks that do not say it, since all take the same.
     """
 
-    def __init__(self, options: MegaFluxConfig, executor: Executor | DeviceExecutor, is_told: bool) -> None:
-        self.options, self.executor, self.is_told = options, executor, is_told
+    def __init__(
+        self, options: MegaFluxConfig, executor: Executor | DeviceExecutor, logger: logging.Logger | None
+    ) -> None:
+        self.options, self.executor, self.logger = options, executor, logger
         self.layers: list[ReplicatedMoE] = []
 
     def add(self, layer: ReplicatedMoE) -> None:
@@ -35,9 +36,9 @@ class Startup:
 
     def tell(self) -> None:
         """Say the line, once."""
-        if self.is_told:
-            LOGGER.info("%s", startup_line(self.options, self.executor, self.layers))
-        self.is_told = False
+        if self.logger is not None:
+            self.logger.info("%s", startup_line(self.options, self.executor, self.layers))
+        self.logger = None
 
 
 def startup_line(options: MegaFluxConfig, executor: Executor | DeviceExecutor, layers: Sequence[ReplicatedMoE]) -> str:
@@ -54,7 +55,7 @@ def startup_line(options: MegaFluxConfig, executor: Executor | DeviceExecutor, l
         f"{layout.experts_per_rank} home and {layout.num_replica_slots} replica slots a rank and layer"
     )
     if options.min_tokens:
-        line += f", vLLM's own kernels for batches of less than {options.min_tokens} rows"
+        line += f", the engine's own kernels for batches of less than {options.min_tokens} rows"
     if not isinstance(executor, DeviceExecutor):
         return line
     from megaflux_kernels.compile_cache import cache_use
