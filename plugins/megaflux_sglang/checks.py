@@ -19,7 +19,7 @@ from megaflux_sglang.versions import Hook
 DTYPES = ("float32", "bfloat16")
 # Model classes that hand a rank its own rows and take them back finished when the backend is of DeepEP's kind. Others
 # would reduce finished rows once more, without an error.
-ARCHITECTURES = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+ARCHITECTURES = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 
 OFF = (False, None)
 # ServerArgs field: (values that are served, why others are not, what to do instead). A release without a field has not
