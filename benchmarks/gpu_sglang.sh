@@ -2,11 +2,12 @@
 # SGLang servers on a host with two Hopper GPUs; logs and results go to $OUT (default ./out).
 #   benchmarks/gpu_sglang.sh [STEP...]        default: prefill; seconds are the most that a step takes
 #
-#   smoke      220  does a server of ours start, with data-parallel attention and captured graphs, and answer like stock?
-#   prefill    270  prefill latency of stock and ours, three servers side by side, first tokens compared before
+#   smoke      130  do servers of ours and stock ones start, with captured graphs, and agree? four layers
+#   prefill    170  prefill latency of stock and ours, three servers side by side, first tokens compared before
 #
-# The first start of SGLang on a host compiles for two minutes; about 60 s less of each from then on. Real routes need MEGAFLUX_TRACES. ARGUMENTS are added to
-# those of bench_sglang_prefill.py.
+# START_S (default 90) is the time that all servers have to start. SGLang's first start on a host compiles kernels for
+# two minutes more, unless ~/.cache/tvm-ffi holds them. Real routes need MEGAFLUX_TRACES. ARGUMENTS are added to those of
+# bench_sglang_prefill.py.
 cd "$(dirname "$0")/.." || exit
 . benchmarks/gpu_steps.sh
 known_steps "smoke prefill" "$@"
@@ -25,10 +26,12 @@ servers() { # name, seconds, options
   return $status
 }
 smoke() {
-  servers smoke 220 --layers 4 --backends stock sticky --batches 8 --routings balanced --repeats 2 --start-s 180
+  servers smoke "${LIMIT:-130}" --layers 4 --backends stock sticky --batches 8 --routings balanced --repeats 2 \
+    --start-s "${START_S:-90}"
 }
 prefill() {
-  servers prefill 270 --backends stock fixed sticky --routings balanced real-hot-rank --start-s 190
+  servers prefill "${LIMIT:-170}" --backends stock fixed sticky --routings balanced real-hot-rank \
+    --start-s "${START_S:-90}"
 }
 
 run_steps "$@"
