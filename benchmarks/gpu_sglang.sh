@@ -18,6 +18,9 @@ servers() { # name, seconds, options
   shift 2
   LINES_SHOWN=${LINES_SHOWN:-100} step "$name" "$limit" python3 -m benchmarks.bench_sglang_prefill --out "$OUT/$name" "$@" ${ARGUMENTS:-}
   local status=$?
+  for pid in "$OUT/$name"/work/*/server.pid; do
+    [ -f "$pid" ] && kill -9 -- "-$(cat "$pid")" 2>/dev/null # of a run that was cut short
+  done
   mkdir -p "$OUT/$name/logs"
   for log in "$OUT/$name"/work/*/server.log; do
     [ -f "$log" ] && tail -c 300000 "$log" >"$OUT/$name/logs/$(basename "$(dirname "$log")").log"

@@ -71,6 +71,7 @@ class SglangServer:
                 env=os.environ | environment | given | {CONTROL: str(spec.folder)},
                 start_new_session=True,
             )
+        (spec.folder / "server.pid").write_text(str(self.process.pid))  # for whoever has to clean up after a killed run
 
     def wait_until_ready(self, deadline: float) -> None:
         """Return when it answers.
