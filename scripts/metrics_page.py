@@ -31,9 +31,9 @@ SECTIONS = {
 HEAD = """<!-- Written by scripts/metrics_page.py from megaflux_serve/metrics/catalogue.py: change those. -->
 # Metrics
 
-A server with `--moe-backend megaflux` shows what replication does on its own `/metrics`, beside the engine's series.
-There is nothing to set up: vLLM always answers `/metrics`, SGLang with `--enable-metrics`. The option `metrics:
-false` turns ours off.
+A server with the backend `megaflux` shows what replication does on its own `/metrics`, beside the engine's series.
+There is nothing to set up: vLLM always answers `/metrics`, SGLang with `--enable-metrics`. `"metrics": false` among the
+options turns ours off.
 
 Balance is counted, not averaged, so that ratios of rates are exact over any window and any set of layers:
 
@@ -81,8 +81,8 @@ option `min_tokens` leaves to the engine's own kernels do not.
 
 ## How many series
 
-`layer` is the layer's number in the model. With L layers, P ranks and E experts, rank 0 exports at most L * (23 + 2
-P) counters and 57 series of histograms, each worker 56 series. `expert_rows_total` has the hottest 8 experts of a
+`layer` is the layer's number in the model. With L layers, P ranks and E experts, rank 0 exports at most L * (23 + 2 P)
+counters and 57 series of histograms, each worker 56 series. `expert_rows_total` has the hottest 8 experts of a
 layer at any time, by the rows of the last one to two minutes, so over days up to L * E.
 
 ## Windows of RL training
