@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from megaflux_serve import __version__
 from megaflux_serve.cli import replay, routepack
 from megaflux_serve.cli.calibrate import calibrate
+from megaflux_serve.cli.compile import compile_kernels
 from megaflux_serve.cli.doctor import doctor
 from megaflux_serve.cli.plan import plan
 from megaflux_serve.cli.top import top
@@ -77,6 +78,7 @@ def _root(
 app.command()(plan)
 app.command()(doctor)
 app.command()(calibrate)
+app.command("compile")(compile_kernels)
 app.command()(top)
 app.add_typer(routepack.app)
 app.add_typer(replay.app)

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.distributed as dist
-from megaflux_kernels.forward import ForwardConfig, shared_config
+from megaflux_kernels.forward import ForwardConfig
 from megaflux_kernels.forward_buffers import ForwardBuffers, ForwardLayer, WeightPool
 from megaflux_kernels.forward_map import ForwardMap, WeightMap
-from megaflux_kernels.layout import STALE, Header, SearchShape
+from megaflux_kernels.layout import STALE, Header
 from megaflux_kernels.planner_buffers import LaunchOptions, PlannerBuffers, WorkTables, launch_planner
-from megaflux_kernels.planner_map import PlannerMap, PlannerShape
+from megaflux_kernels.planner_map import PlannerMap
 from megaflux_kernels.symmetric import SymmetricMemory
 from megaflux_kernels.sync.record import RECORD_WORDS, failed_wait
 from megaflux_kernels.totals_map import Total
@@ -32,6 +32,7 @@ from torch import Tensor
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import CapacityError, InputError, PeerTimeoutError, UnsupportedError
 from megaflux_serve.executors.device import DeviceExecutor, DeviceLayer, MemoryUse
+from megaflux_serve.executors.kernels import LayerKernels
 from megaflux_serve.executors.limits import kernel_limits, layer_shape
 from megaflux_serve.planning.plan import ReplicaPlan
 from megaflux_serve.planning.totals import totals_map
@@ -151,10 +152,8 @@ class SharedBuffers:
     def __init__(self, executor: MegakernelExecutor, shape: LayerShape, layout: SlotLayout) -> None:
         num_local = len(executor.local_ranks)
         num_sms = torch.cuda.get_device_properties().multi_processor_count
-        config = shared_config(num_local, num_sms)
-        search = SearchShape(shape.num_experts, shape.num_ranks, shape.num_replica_slots, BLOCK_ROWS)
-        planner = PlannerShape(search, shape.top_k, shape.max_tokens, max(1, num_sms // num_local - 1))
-        totals = totals_map(shape.num_ranks, shape.num_experts)
+        kernels = LayerKernels.of(shape, num_local, num_sms)
+        config, planner, totals = kernels.config, kernels.planner, kernels.totals
         tables = executor.allocate(ForwardMap(shape, config.tiling).symmetric_bytes)
         self.shape, self.timeout_s = shape, executor.timeout_s
         self.forward = [ForwardBuffers(shape, config, memory, executor.timeout_s) for memory in tables]

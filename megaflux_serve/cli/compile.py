@@ -1,0 +1,52 @@
+"""``megaflux compile``: the kernels of a layer shape, compiled into the cache before a server needs them."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from megaflux_serve.config import MegaFluxConfig
+from megaflux_serve.errors import UnsupportedError
+from megaflux_serve.executors.limits import layer_shape
+
+HOPPER = "sm_90a"
+ARCHITECTURE_VARIABLE = "CUTE_DSL_ARCH"
+
+
+def compile_kernels(
+    hidden: Annotated[int, typer.Option(help="Hidden size H of the layer.")],
+    intermediate: Annotated[int, typer.Option(help="Intermediate size I of one expert.")],
+    experts: Annotated[int, typer.Option(help="Experts E.")] = 128,
+    top_k: Annotated[int, typer.Option(help="Experts of a token.")] = 8,
+    ranks: Annotated[int, typer.Option("--ranks", "-p", help="Ranks, a GPU each.")] = 2,
+    replica_slots: Annotated[int, typer.Option("--replica-slots", "-s", help="Replica slots of a rank.")] = 2,
+    max_tokens: Annotated[int, typer.Option(help="Rows of a rank's largest batch.")] = 8192,
+) -> None:
+    """Compile the kernels of a layer shape, so that no server has to.
+
+    Needs no GPU: an image can be built with the kernels in it. They go to ~/.cache/megaflux/kernels (or
+    $MEGAFLUX_KERNEL_CACHE), where servers of the same release look. --max-tokens is what vLLM calls
+    --max-num-batched-tokens, divided by the tensor-parallel ranks.
+
+    [bold]Example[/bold]
+
+      [cyan]megaflux compile --hidden 2048 --intermediate 768 --experts 128 --top-k 8 --ranks 2[/cyan]
+    """
+    slots = MegaFluxConfig(replica_slots=replica_slots).slot_layout(experts, ranks).num_replica_slots
+    shape = layer_shape(ranks, experts, slots, hidden, intermediate, top_k, max_tokens)
+    os.environ.setdefault(ARCHITECTURE_VARIABLE, HOPPER)
+    try:
+        from megaflux_kernels.compile_cache import cache_directory, cache_use
+
+        from megaflux_serve.executors.kernels import LayerKernels
+    except ImportError as error:
+        raise UnsupportedError("compile", f"needs {error.name}", "install megaflux-serve[gpu]") from None
+    LayerKernels.of(shape).compile()
+    typer.echo(json.dumps({"folder": str(cache_directory())} | asdict(cache_use)))
+
+
+__all__ = ["compile_kernels"]
