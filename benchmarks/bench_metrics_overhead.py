@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_metrics_overhead.py
 
 ``with``: the option ``metrics``, so that the device adds every batch to the layer's totals, and a meter that publishes
-four times a second, a server's once. ``without``: neither. Both run ``LAYERS`` layers of one executor, captured into one
-CUDA graph (``graph``) or launched one by one (``eager``). Spans take turns, in an order that swaps; the slowest rank
-counts. Outputs of both must be equal bit for bit, and totals must have counted every batch.
+four times a second, a server's once. ``without``: neither. Both run ``LAYERS`` layers of one executor, captured into
+one CUDA graph (``graph``) or launched one by one (``eager``). Spans take turns, in an order that swaps; the slowest
+rank counts. Outputs of both must be equal bit for bit, and totals must have counted every batch.
 
 Reported: overhead_pct, the median over the turns of what ``with`` takes more, and overhead_error_pct, the half width of
 its interval of 95 % (from the turns' ranks); latency_ms of a layer in both.
