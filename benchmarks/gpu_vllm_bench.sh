@@ -5,13 +5,14 @@
 #   try        170  one batch of everything with three engines: does it run, what does it take?
 #   qwen       330  Qwen3-30B-A3B's shape: prefill latency of all backends, decode, agreement, soak
 #   deepseek   330  the DeepSeek-V3-like shape: prefill latency
+#   load       200  vllm serve under vllm bench serve, stock and ours
 #
 # Real routes need MEGAFLUX_TRACES. ARGUMENTS are added to those of bench_serving.py.
 cd "$(dirname "$0")/.." || exit
 . benchmarks/gpu_steps.sh
 export PYTHONPATH="$PYTHONPATH:$work/metadata"
 python3 -m benchmarks.entry_points "$work/metadata" >/dev/null || exit
-known_steps "try qwen deepseek" "$@"
+known_steps "try qwen deepseek load" "$@"
 [ $# -gt 0 ] || set -- qwen deepseek
 
 serving() { # name, seconds, options
@@ -26,10 +27,13 @@ try() {
     --running 1 32 --prompts 128 --soak-seconds 8
 }
 qwen() {
-  serving qwen 330 --models qwen3-30b-a3b --parts prefill decode agreement soak
+  serving qwen 330 --models qwen3-30b-a3b --parts prefill decode agreement soak --soak-seconds 40
 }
 deepseek() {
-  serving deepseek 330 --models deepseek-v3-like --together 3
+  serving deepseek 330 --models deepseek-v3-like --together 3 --controls balanced real
+}
+load() {
+  serving load 200 --models qwen3-30b-a3b --parts load --load-backends stock sticky
 }
 
 run_steps "$@"

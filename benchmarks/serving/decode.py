@@ -33,11 +33,14 @@ class DecodeSamples:
     output_tokens: int
     seconds: dict[int, dict[str, list[tuple[float, float]]]] = field(default_factory=dict)
 
-    def measure(self, fleet: Fleet, num_running: Sequence[int], repeats: int, chunk: int) -> None:
+    def measure(
+        self, fleet: Fleet, backends: Sequence[str], num_running: Sequence[int], repeats: int, chunk: int
+    ) -> None:
         """Add the samples of the engines of a fleet; backends take turns.
 
         Args:
             fleet: the engines.
+            backends: those of them that are asked.
             num_running: requests that run at the same time, over all ranks.
             repeats: samples a case and backend, after one that warms up.
             chunk: budget of a step.
@@ -48,8 +51,8 @@ class DecodeSamples:
             prompts = [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(requests)]
             samples = self.seconds.setdefault(requests, {})
             for sample in range(repeats + 1):
-                first = fleet.each("batch_seconds", prompts, 1, chunk)
-                whole = fleet.each("batch_seconds", prompts, self.output_tokens, chunk)
+                first = fleet.each("batch_seconds", prompts, 1, chunk, only=backends)
+                whole = fleet.each("batch_seconds", prompts, self.output_tokens, chunk, only=backends)
                 for backend, seconds in whole.items() if sample else ():
                     samples.setdefault(backend, []).append((first[backend], seconds))
             steps = " ".join(f"{name} {1e3 * self.step_s(requests, name):.2f}" for name in samples)

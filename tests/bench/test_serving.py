@@ -13,7 +13,9 @@ from benchmarks.serving import agreement
 from benchmarks.serving.backends import BACKENDS, Sizes, engine_spec, megaflux_options
 from benchmarks.serving.decode import DecodeSamples
 from benchmarks.serving.engine import Completion
+from benchmarks.serving.load import flags
 from benchmarks.serving.models import MODELS, NUM_WINDOWS, ServedModel
+from benchmarks.serving.pictures import draw_prefill
 from benchmarks.serving.prefill import PrefillCase, PrefillSamples
 from benchmarks.serving.routes import (
     ROUTINGS,
@@ -87,8 +89,8 @@ def test_options_of_every_backend_are_valid_for_every_model(backend: str, model:
     assert megaflux_options("staged", model) == megaflux_options("pipelined", model) | {"transfer": "staged"}
 
 
-def test_balanced_routing_is_measured_once_as_a_control() -> None:
-    cases = prefill_cases([32, 8, 16], [16384, 32768], ["balanced", "real"])
+def test_a_control_is_measured_in_one_case() -> None:
+    cases = prefill_cases([32, 8, 16], [16384, 32768], ["balanced", "real"], ["balanced"])
     assert [case for case in cases if case.routing == "balanced"] == [PrefillCase(16, 32768, "balanced")]
     assert len(cases) == 1 + 6
 
@@ -125,3 +127,22 @@ def test_log_probabilities_are_compared_where_both_saw_the_same_tokens() -> None
     assert metrics["next_token_equal_pct"] == pytest.approx(100 * 4 / 5)
     assert metrics["logprob_difference_max"] == 0.5
     assert metrics["logprob_difference_median"] == pytest.approx(0.125)
+
+
+def test_engine_arguments_become_flags_of_the_server() -> None:
+    given = {"max_model_len": 256, "enforce_eager": True, "enable_prefix_caching": False, "additional_config": {"a": 1}}
+    assert list(flags(given)) == [
+        *("--max-model-len", "256", "--enforce-eager", "--no-enable-prefix-caching"),
+        *("--additional-config", '{"a": 1}'),
+    ]
+
+
+def test_the_picture_is_drawn_from_the_rows(tmp_path) -> None:
+    rows = []
+    for batch, backend, value in ((8, "fixed", 2.0), (8, "sticky", 1.0), (16, "fixed", 3.0), (16, "sticky", 2.0)):
+        case = {"model": "tiny", "routing": "real", "batch": batch, "chunk": 16384, "backend": backend}
+        rows.append({"metric": "latency_ms", "case": case, "value": value})
+    draw_prefill(tmp_path / "prefill.png", rows)
+    assert (tmp_path / "prefill.png").read_bytes().startswith(b"\x89PNG")
+    draw_prefill(tmp_path / "none.png", [])
+    assert not (tmp_path / "none.png").exists()

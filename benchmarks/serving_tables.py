@@ -1,0 +1,114 @@
+"""Tables of the serving results for README.md and docs/serving-benchmarks.md; see ``figures``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.harness.documents import Row, provenance, results, rows, table, value
+from benchmarks.serving.backends import BACKENDS
+from benchmarks.serving.prefill import STOCK
+from benchmarks.serving.routes import ROUTINGS
+
+MODELS = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "deepseek-v3-like": "DeepSeek-V3-like"}
+ROUTING_NAMES = {"balanced": "balanced", "real": "real", "real-hot-rank": "real, hot experts on one rank"}
+PREFILL_KEYS = ("model", "routing", "batch", "chunk")
+
+
+def prefill() -> str:
+    """Time until every request has a token, in every case, by backend, and the two ratios that matter."""
+    measured = rows("prefill_latency", "latency_ms")
+    backends = [name for name in BACKENDS if any(row["case"]["backend"] == name for row in measured)]
+    lines = []
+    for case in prefill_cases(measured):
+        latency = {row["case"]["backend"]: row["value"] for row in measured if case.items() <= row["case"].items()}
+        ours = [latency[name] for name in backends if name in latency and name not in (*STOCK, "fixed")]
+        stock = [latency[name] for name in STOCK if name in latency]
+        best = min(ours, default=0.0)
+        lines.append(
+            [
+                MODELS[case["model"]],
+                ROUTING_NAMES[case["routing"]],
+                f"{case['batch']} x {case['chunk'] // 1024}K",
+                f"{value('prefill_latency', 'fixed_max_over_mean', **case):.2f}",
+                *(f"{latency[name]:.0f}" if name in latency else "" for name in backends),
+                f"{latency['fixed'] / best:.2f}x" if best and "fixed" in latency else "",
+                f"{min(stock) / best:.2f}x" if best and stock else "",
+            ]
+        )
+    header = ["model", "routing", "requests x budget", "max/mean", *backends, "over fixed", "over stock"]
+    return table(header, lines) + provenance("prefill_latency")
+
+
+def prefill_cases(measured: list[Row]) -> list[dict[str, Any]]:
+    """The cases of rows, by model, routing, batch and budget."""
+    found = {tuple(row["case"][key] for key in PREFILL_KEYS) for row in measured}
+    order = sorted(found, key=lambda c: (list(MODELS).index(c[0]), ROUTINGS.index(c[1]), c[2], c[3]))
+    return [dict(zip(PREFILL_KEYS, case, strict=True)) for case in order]
+
+
+def decode() -> str:
+    """Time of a decode step and throughput over stock, by running requests."""
+    measured = rows("decode", "step_ms")
+    backends = [name for name in BACKENDS if any(row["case"]["backend"] == name for row in measured)]
+    running = sorted({row["case"]["running"] for row in measured})
+    lines = []
+    for backend in backends:
+        steps = [value("decode", "step_ms", backend=backend, running=number) for number in running]
+        cells = [f"{step:.2f}" for step in steps]
+        if backend != "stock":
+            ratios = [value("decode", "throughput_vs_stock", backend=backend, running=number) for number in running]
+            cells = [f"{cell} ({ratio:.2f}x)" for cell, ratio in zip(cells, ratios, strict=True)]
+        lines.append([backend, *cells])
+    return table(["ms a step; running requests", *map(str, running)], lines) + provenance("decode")
+
+
+def agreement() -> str:
+    """How far greedy answers agree with the reference's."""
+    metrics = {
+        "first_token_equal_pct": ("first token equal", "{:.1f} %"),
+        "next_token_equal_pct": ("next token equal after equal text", "{:.2f} %"),
+        "answers_equal_pct": ("whole answers equal", "{:.1f} %"),
+        "logprob_difference_median": ("log-probability differs by, median", "{:.4f}"),
+        "logprob_difference_p99": ("99th percentile", "{:.4f}"),
+        "logprob_difference_max": ("most", "{:.4f}"),
+    }
+    compared = [(row["case"]["reference"], row["case"]["backend"]) for row in rows("agreement", "answers_equal_pct")]
+    lines = []
+    for metric, (name, form) in metrics.items():
+        values = [value("agreement", metric, reference=r, backend=b) for r, b in compared]
+        lines.append([name, *(form.format(v) for v in values)])
+    return table(["", *(f"{backend} / {reference}" for reference, backend in compared)], lines) + provenance(
+        "agreement"
+    )
+
+
+def soak() -> str:
+    """What the soak served and what changed by it."""
+    lines = []
+    for row in results("soak"):
+        unit = "" if row["unit"] == "1" else f" {row['unit']}"
+        amount = f"{row['value']:,.0f}" if row["unit"] == "1" else f"{row['value']:.1f}"
+        lines.append([row["metric"].removesuffix("_pct").replace("_", " "), f"{amount}{unit}"])
+    return table(["", "in all"], lines) + provenance("soak")
+
+
+def load() -> str:
+    """``vllm bench serve`` on every server."""
+    measured = results("serving_load")
+    metrics = list(dict.fromkeys((row["metric"], row["unit"]) for row in measured))
+    backends = list(dict.fromkeys(row["case"]["backend"] for row in measured))
+    lines = [
+        [metric, *(f"{value('serving_load', metric, backend=name):,.1f} {unit}" for name in backends)]
+        for metric, unit in metrics
+    ]
+    return table(["", *backends], lines) + provenance("serving_load")
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "prefill": prefill,
+    "decode": decode,
+    "agreement": agreement,
+    "soak": soak,
+    "load": load,
+}
