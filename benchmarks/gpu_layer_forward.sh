@@ -2,11 +2,13 @@
 # Check and time the MoE layer on a host with two Hopper GPUs; logs and results go to $OUT (default ./out).
 #   benchmarks/gpu_layer_forward.sh [STEP...]        default: all, in this order; seconds are the most that a step takes
 #
-#   try        120  a little of everything at once, to see that it runs; its times mean nothing; not among "all"
-#   compile     60  the kernels of the benchmarks, on all cores at once
-#   check      180  tests on one GPU each, then on two: float64, fixed placement bit for bit, odd batches, lost peers
+#   compile     60  the kernels of the other steps, on all cores at once
+#   unit       120  tests on one GPU: float64, fixed placement bit for bit, odd batches
+#   pair        90  tests on two: changing batches, captured graphs, a peer that is late or dies
 #   stress      75  20,000 batches in a row on two GPUs, all compared
-#   single     150  one GPU a tool: compute-sanitizer and hardware counters on the second, eight virtual ranks on the first
+#   sanitize   120  compute-sanitizer's memcheck, racecheck and synccheck, one rank and two virtual ones
+#   counters    90  hardware counters of one rank's launch, with Nsight Compute
+#   emulated   130  eight virtual ranks on one GPU
 #   bench      110  the forward kernel at 8K tokens a rank, three shapes, balanced and hot, balanced beside the peers
 #   routings    90  the same without peers under the other routings
 #   shapes      75  two more shapes
@@ -15,13 +17,14 @@
 #   alone       40  one rank without another
 #   trace       60  times inside the kernel
 #
+# unit, sanitize, counters and emulated take the first GPU that CUDA_VISIBLE_DEVICES names.
 # Rows of bench, routings, shapes, tokens and alone come together in $OUT/layer_forward.json. Real routings need
 # MEGAFLUX_TRACES; without it they are left out. Peers need their packages. CHECK is an expression that selects tests as
 # pytest -k does, SHAPES the shapes of bench, routings, counters and alone.
 cd "$(dirname "$0")/.." || exit
 . benchmarks/gpu_steps.sh
-all="compile check stress single bench routings shapes tokens layer alone trace"
-known_steps "try $all" "$@"
+all="compile unit pair stress sanitize counters emulated bench routings shapes tokens layer alone trace"
+known_steps "$all" "$@"
 [ $# -gt 0 ] || set -- $all
 real=() native=()
 if [ -e "${MEGAFLUX_TRACES:-../shared/traces}/gptoss20b/routed_experts.npz" ]; then
@@ -43,54 +46,23 @@ part() { # ranks, name, seconds, options: rows of layer_forward.json
   return $status
 }
 
-try() {
-  local small="--shapes qwen3-30b-a3b --tokens 1024 --span-ms 10" part
-  {
-    ranks 2 try-stress 60 benchmarks/stress_layer.py --launches 200 --out "$work/try-stress.json"
-    ranks 2 try-layer 60 benchmarks/bench_layer.py $small --routings zipf-3-one-rank --out "$work/try-layer.json"
-  } >"$work/part-1" 2>&1 &
-  LINES_SHOWN=40 ranks 2 try-bench 110 benchmarks/bench_layer_forward.py $small --routings balanced zipf-3-one-rank \
-    "${real[@]}" --out "$work/try-bench.json" >"$work/part-2" 2>&1 &
-  sanitize >"$work/part-3" 2>&1 &
-  {
-    CUDA_VISIBLE_DEVICES=0 LINES_SHOWN=40 step try-emulated 110 python3 benchmarks/bench_layer_emulated.py --experts 64 \
-      --tokens 1024 --routings balanced zipf-3 "${real[@]}" --out "$work/try-emulated.json"
-    three=(qwen3-30b-a3b)
-    counters
-  } >"$work/part-4" 2>&1 &
-  wait
-  for part in 1 2 3 4; do cat "$work/part-$part"; done
-  ! grep -q '^== .*: exit [^0]' "$work"/part-*
-}
 compile() { step compile 60 python3 benchmarks/layer_compile.py; }
-check() { # several processes a GPU: most of a test is compiling
-  local each=(-n 5 --maxfail=4 "${selected[@]}")
-  CUDA_VISIBLE_DEVICES=1 tests megakernel 90 tests/kernels/test_megakernel_gpu.py "${each[@]}" >"$work/second" &
-  local second=$! failed=0
-  CUDA_VISIBLE_DEVICES=0 tests forward 90 tests/kernels/test_forward_gpu.py "${each[@]}" || failed=1
-  wait $second || failed=1
-  cat "$work/second"
-  tests two_gpus 90 tests/kernels/test_megakernel_two_gpus.py "${selected[@]}" || failed=1
-  return $failed
+unit() { # several processes: most of a test is compiling
+  LINES_SHOWN=60 tests unit 120 tests/kernels/test_megakernel_gpu.py tests/kernels/test_forward_gpu.py -n 6 --maxfail=6 \
+    "${selected[@]}"
 }
+pair() { LINES_SHOWN=40 tests pair 90 tests/kernels/test_megakernel_two_gpus.py --durations=4 "${selected[@]}"; }
 stress() { ranks 2 stress 75 benchmarks/stress_layer.py --out "$OUT/layer_stress.json"; }
 
-single() {
-  { sanitize; counters; } >"$work/on-second" 2>&1 &
-  local second=$! failed=0
-  CUDA_VISIBLE_DEVICES=0 LINES_SHOWN=70 step emulated 130 \
-    python3 benchmarks/bench_layer_emulated.py --out "$OUT/layer_emulated.json" || failed=1
-  wait $second || failed=1
-  cat "$work/on-second"
-  return $failed
-}
 sanitize() { # all tools at once, with one rank, then with two virtual ranks, whose launches must run side by side
-  local status=0 tool number pids
+  local status=0 tool number pids options
   for number in 1 2; do
     pids=()
     for tool in memcheck racecheck synccheck; do
-      CUDA_VISIBLE_DEVICES=$((gpus - 1)) LINES_SHOWN=12 step "$tool-$number" 45 compute-sanitizer --tool "$tool" \
-        --error-exitcode 9 python3 benchmarks/sanitize_layer.py --ranks "$number" &
+      options=(--tool "$tool" --error-exitcode 9)
+      [ $tool = memcheck ] && options+=(--report-api-errors no) # torch asks the driver for functions that it has not
+      LINES_SHOWN=12 step "$tool-$number" 60 compute-sanitizer "${options[@]}" \
+        python3 benchmarks/sanitize_layer.py --ranks "$number" &
       pids+=($!)
     done
     for tool in "${pids[@]}"; do wait "$tool" || status=1; done
@@ -102,11 +74,14 @@ counters() {
   metrics=dram__bytes_read.sum,dram__bytes_write.sum,lts__t_sector_hit_rate.pct,gpu__time_duration.sum
   metrics+=,sm__inst_executed_pipe_tensor.sum,sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active
   for shape in "${three[@]}"; do
-    CUDA_VISIBLE_DEVICES=$((gpus - 1)) LINES_SHOWN=45 step "counters-$shape" 30 ncu --metrics $metrics \
+    LINES_SHOWN=45 step "counters-$shape" 30 ncu --metrics $metrics \
       --clock-control none --cache-control none -k 'regex:Forward_object|Combine_object' --launch-skip 2 --launch-count 4 \
       python3 benchmarks/profile_layer.py --shape "$shape" --launches 2 || status=1
   done
   return $status
+}
+emulated() {
+  LINES_SHOWN=70 step emulated 130 python3 benchmarks/bench_layer_emulated.py --out "$OUT/layer_emulated.json"
 }
 
 bench() {

@@ -34,6 +34,9 @@ LARGEST = dict.fromkeys(SHAPES, (8192,)) | {"qwen3-30b-a3b": (8192, 32768), "dee
 WHOLE_LAYER = dict.fromkeys(("qwen3-30b-a3b", "deepseek-v3-e64"), 16384)
 EMULATED = {"ranks": 8, "experts": (64, 128, 256), "hidden": 7168, "intermediate": 2048, "top_k": 8, "tokens": 4096}
 
+SANITIZED, STRESSED = (8, 320, 192, 2, 300), (32, 512, 256, 4, 2048)
+"""E, H, I, k and largest batch of ``sanitize_layer`` and ``stress_layer``."""
+
 
 class Job(NamedTuple):
     """One kernel of a layer on ``num_local`` ranks of a GPU."""
@@ -57,6 +60,10 @@ def jobs() -> Iterator[Job]:
         for slots in (0, experts // (4 * EMULATED["ranks"])):
             extents = (EMULATED["hidden"], EMULATED["intermediate"], EMULATED["top_k"], EMULATED["tokens"])
             layers.add((LayerShape(EMULATED["ranks"], experts, slots, *extents), EMULATED["ranks"]))
+    for ranks in (1, 2):
+        for slots in {0, 2 if ranks > 1 else 0}:
+            layers.add((LayerShape(ranks, *SANITIZED[:1], slots, *SANITIZED[1:]), ranks))
+    layers.update((LayerShape(2, *STRESSED[:1], slots, *STRESSED[1:]), 1) for slots in (0, 4))
     yield from (Job("planner", *layer) for layer in layers)
     for kernel in ("forward", "transfer", "combine"):
         yield from (Job(kernel, *layer) for layer in layers | tables)
