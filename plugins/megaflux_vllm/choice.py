@@ -92,7 +92,7 @@ def automatic(config: VllmConfig, options: MegaFluxConfig, num_ranks: int) -> st
     on_host = "staged" if num_ranks > 1 else "reference"
     try:
         check_megakernel(config, options, num_ranks)
-        obstacle = machine_obstacle(config, num_ranks)
+        obstacle = machine_obstacle(num_ranks)
     except (ConfigError, UnsupportedError) as error:
         obstacle = str(error)
     if obstacle is None:
@@ -102,20 +102,18 @@ def automatic(config: VllmConfig, options: MegaFluxConfig, num_ranks: int) -> st
     return on_host
 
 
-def machine_obstacle(config: VllmConfig, num_ranks: int) -> str | None:
+def machine_obstacle(num_ranks: int) -> str | None:
     """Why this machine cannot run the megakernel, None if it can; asks the driver, starts no context."""
     from vllm.platforms import current_platform as platform
 
-    parallel = config.parallel_config
-    local_ranks = parallel.tensor_parallel_size * max(1, parallel.data_parallel_size_local)
     if not platform.is_cuda():
         return "this machine has no NVIDIA GPU"
     if not platform.is_device_capability_family(90):
         return f"{platform.get_device_name()} is not of the Hopper generation"
     if find_spec("cutlass") is None:
         return "the kernel language is not installed (extra gpu)"
-    if local_ranks != num_ranks:
-        return f"{local_ranks} of {num_ranks} ranks are on this node, and it needs all of them"
+    if num_ranks > platform.device_count():
+        return f"{num_ranks} ranks do not fit the {platform.device_count()} GPUs of this node"
     if num_ranks > 1 and not platform.is_fully_connected(
         [platform.device_id_to_physical_device_id(index) for index in range(num_ranks)]
     ):

@@ -45,6 +45,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             "is_cuda": lambda: True,
             "is_device_capability_family": lambda wanted: wanted == family,
             "get_device_name": lambda: "NVIDIA A100",
+            "device_count": lambda: 2,
             "is_fully_connected": lambda devices: linked,
             "device_id_to_physical_device_id": lambda index: index,
         }
@@ -99,11 +100,10 @@ def test_the_log_says_why_auto_is_not_the_megakernel(
     assert f"executor 'auto' is 'staged' here, not 'megakernel': {reason}" in caplog.text
 
 
-def test_ranks_on_other_nodes_are_an_obstacle(pretend: Callable[..., None]) -> None:
-    config = front_end(*BF16)
+def test_more_ranks_than_a_node_has_gpus_are_an_obstacle(pretend: Callable[..., None]) -> None:
     pretend()
-    assert choice.machine_obstacle(config, 2) is None
-    assert choice.machine_obstacle(config, 4) == "2 of 4 ranks are on this node, and it needs all of them"
+    assert choice.machine_obstacle(2) is None
+    assert choice.machine_obstacle(4) == "4 ranks do not fit the 2 GPUs of this node"
 
 
 def test_what_is_settled_travels_with_the_configuration() -> None:
