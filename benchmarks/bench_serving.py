@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.cases import GPT_OSS
 from benchmarks.harness import ResultRow, RunContext, cpu_name, print_table, read_results, write_results
 from benchmarks.serving import agreement, load, rollout, soak
-from benchmarks.serving.backends import BACKENDS, NUM_RANKS, Sizes, engine_spec
+from benchmarks.serving.backends import BACKENDS, HANDS_OVER, NUM_RANKS, Sizes, engine_spec
 from benchmarks.serving.decode import DecodeSamples
 from benchmarks.serving.fleet import Fleet, running
 from benchmarks.serving.models import MODELS, ServedModel
@@ -35,7 +35,7 @@ PARTS = ("prefill", "decode", "agreement", "soak", "rollout", "load")
 ENGINE_PARTS = PARTS[:-1]
 """Those that ask engines without HTTP."""
 
-DECODE_BACKENDS = ("stock", "fixed", "sticky")
+DECODE_BACKENDS = ("stock", "fixed", HANDS_OVER, "sticky")
 """Decode batches are too small to be skewed much: the other variants do what these do."""
 
 

@@ -6,7 +6,8 @@ Decides parallelism, options and sizes of every backend; all of them serve the s
   for this machine. On Hopper that is Triton's, which vLLM puts before FlashInfer's there.
 * ``stock-tp``: vLLM with tensor parallelism, where every rank computes a part of every expert and skew costs nothing.
 * ``fixed``: ours without replica slots; ``staged``: replicas are copied before the layer; ``pipelined``: while it
-  computes, every batch anew; ``sticky``: copies stay from batch to batch.
+  computes, every batch anew; ``sticky``: copies stay from batch to batch. ``staged`` hands batches of decode to vLLM's
+  own kernels (``min_tokens``), where replicas do not matter; the others compute them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # compiles itself at the first start; greedy answers do not need it
 }
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+HANDS_OVER, MIN_TOKENS = "staged", 256
+"""The backend that hands small batches over, and from how many rows of a rank it computes itself."""
 
 CAPTURED_BATCHES = [1, 2, 4, 8, 16, 32, 64, 128]
 """Sizes of decode batches that get a CUDA graph; fewer than vLLM's default, so that engines start sooner."""
@@ -110,7 +114,7 @@ def engine_spec(backend: str, model: ServedModel, folder: Path, logs: Path, size
         if backend == "stock-tp":
             arguments = {"tensor_parallel_size": NUM_RANKS}
     else:
-        options = megaflux_options(backend, model) | megaflux_limits(sizes)
+        options = megaflux_options(backend, model) | megaflux_limits(backend, sizes)
         arguments = spread | {"moe_backend": "megaflux", "additional_config": {"megaflux": options}}
     environment = ENVIRONMENT | (CPU_ENVIRONMENT if sizes.is_cpu else {})
     ranks = int(arguments.get("data_parallel_size", 1))
@@ -125,8 +129,9 @@ def megaflux_options(backend: str, model: ServedModel) -> dict[str, Any]:
     return options | ({"transfer": "staged"} if backend == "staged" else {})
 
 
-def megaflux_limits(sizes: Sizes) -> dict[str, Any]:
+def megaflux_limits(backend: str, sizes: Sizes) -> dict[str, Any]:
     """Our options by machine."""
     if sizes.is_cpu:
         return {"executor": "staged", "block_rows": 16}
-    return {"executor": "megakernel", "max_tokens": sizes.max_batch_tokens}
+    limits = {"executor": "megakernel", "max_tokens": sizes.max_batch_tokens}
+    return limits | ({"min_tokens": MIN_TOKENS} if backend == HANDS_OVER else {})

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.harness import ResultRow
+from benchmarks.serving.backends import HANDS_OVER
 from benchmarks.serving.fleet import Fleet
 from benchmarks.serving.models import ServedModel
 
@@ -75,6 +76,7 @@ class DecodeSamples:
                     "prompt_tokens": self.prompt_tokens,
                     "output_tokens": self.output_tokens,
                     "backend": backend,
+                    "kernels": "vllm" if backend in ("stock", HANDS_OVER) else "megaflux",
                 }
                 yield ResultRow(BENCH, case, "step_ms", 1e3 * seconds, "ms")
                 yield ResultRow(BENCH, case, "tokens_per_s", requests / seconds, "1/s")
