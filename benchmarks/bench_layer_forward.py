@@ -40,7 +40,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness.rows import RESULTS, ResultRow
 from benchmarks.harness.table import print_table
-from benchmarks.layer_peers import PEERS, Gathered, installed_peers, make_peer
+from benchmarks.layer_peers import PEERS, Gathered, installed_peers, make_peers
 from benchmarks.layer_pictures import draw_results, draw_trace
 from benchmarks.layer_rig import Rig, memory_sizes
 from benchmarks.layer_timing import PROTOCOLS, Sustained, align, burst_ms, gather, save, say, sustained
@@ -148,8 +148,8 @@ def run_case(rig: Rig, name: str, tokens: int, routing: str, options: argparse.N
         rig.launch(each)
         torch.cuda.synchronize()
         at, expected = Gathered(rig, topk), rig.out[0][:tokens].clone()
-        for peer in options.peers:
-            steps[peer] = (make_peer(peer, at, expected), torch.cuda.current_stream())
+        for peer, step in make_peers(options.peers, at, expected).items():
+            steps[peer] = (step, torch.cuda.current_stream())
     timed = time_steps(rig, steps, set(VARIANTS) - set(options.sustained), options.span_ms)
     rows = result_rows(case, rig.shape, topk, (fixed, plan), timed)
     rows.append(ResultRow("layer_forward", {**case, "variant": "fixed"}, "relative_l2", error, "1"))

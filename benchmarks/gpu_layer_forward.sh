@@ -9,7 +9,7 @@
 #   sanitize   120  compute-sanitizer's memcheck, racecheck and synccheck, one rank and two virtual ones
 #   counters    90  hardware counters of one rank's launch, with Nsight Compute
 #   emulated   130  eight virtual ranks on one GPU
-#   bench      110  the forward kernel at 8K tokens a rank, three shapes, balanced and hot, balanced beside the peers
+#   bench      150  the forward kernel at 8K tokens a rank, three shapes, balanced and hot, balanced beside the peers
 #   routings    90  the same without peers under the other routings
 #   shapes      75  two more shapes
 #   tokens     120  1K to 32K tokens a rank, two shapes
@@ -85,7 +85,7 @@ emulated() {
 }
 
 bench() {
-  LINES_SHOWN=90 part 2 layer_forward 110 --span-ms 110 --shapes "${three[@]}" --routings balanced \
+  LINES_SHOWN=90 part 2 layer_forward 150 --span-ms 110 --shapes "${three[@]}" --routings balanced \
     zipf-3-one-rank --peer-routings balanced
 }
 routings() {
@@ -94,7 +94,7 @@ routings() {
 }
 shapes() {
   LINES_SHOWN=60 part 2 layer_forward_shapes 75 --span-ms 100 --sustained fixed staged pipelined --shapes olmoe gpt-oss-20b \
-    --routings balanced zipf-3-one-rank "${native[@]}" --peer-routings balanced
+    --routings balanced zipf-3-one-rank "${native[@]}" --peer-routings balanced --peers "all-gather + grouped_mm" "all-gather + quack"
 }
 tokens() {
   LINES_SHOWN=150 part 2 layer_forward_tokens 120 --span-ms 100 --peers --variants fixed staged pipelined \

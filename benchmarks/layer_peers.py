@@ -15,7 +15,7 @@ quack and vLLM run with their default tiles: vLLM ships none tuned for these num
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.layer_rig import Rig, relative_l2
+from benchmarks.layer_timing import gather, say
 
 LIMIT = 0.01
 """Relative L2 against the megakernel: both round to BF16, and the peers round once more where results are summed."""
@@ -148,13 +149,29 @@ def make_peer(name: str, at: Gathered, expected: Tensor) -> Step:
         expected: BF16 [M, H], the megakernel's output.
 
     Raises:
-        SystemExit: another result.
+        RuntimeError: another result.
     """
     step = PEERS[name][1](at)
     error = relative_l2(step(), expected.double())
     if not error < LIMIT:
-        raise SystemExit(f"{name}: relative L2 {error:.4f} against the megakernel")
+        raise RuntimeError(f"relative L2 {error:.4f} against the megakernel")
     return step
 
 
-__all__ = ["PEERS", "Gathered", "installed_peers", "make_peer"]
+def make_peers(names: Sequence[str], at: Gathered, expected: Tensor) -> dict[str, Step]:
+    """A step of every peer that runs and is right on all ranks; the others are left out with a word."""
+    steps = {}
+    for name in names:
+        problem = None
+        try:
+            steps[name] = make_peer(name, at, expected)
+        except Exception as error:  # whatever another library raises is its own
+            problem = f"{type(error).__name__}: {str(error)[:300]}"
+        problems = [of_rank for of_rank in gather(problem) if of_rank]
+        if problems:
+            say(f"{name} is left out: {problems[0]}")
+            steps.pop(name, None)
+    return steps
+
+
+__all__ = ["PEERS", "Gathered", "installed_peers", "make_peers"]
