@@ -77,4 +77,26 @@ def write_checkpoint(folder: Path, num_layers: int, sizes: dict[str, int] | None
     return folder
 
 
-__all__ = ["QWEN3_30B_A3B", "write_checkpoint"]
+def write_neighbours(checkpoint: Path, folder: Path) -> Path:
+    """A copy of a checkpoint in which every expert has the weights of its neighbour.
+
+    Args:
+        checkpoint: as ``write_checkpoint`` leaves it.
+        folder: made.
+    """
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    num_experts = json.loads((checkpoint / "config.json").read_text())["num_experts"]
+
+    def moved(name: str) -> str:
+        head, separator, tail = name.partition(".mlp.experts.")
+        expert, _, matrix = tail.partition(".")
+        return f"{head}{separator}{(int(expert) + 1) % num_experts}.{matrix}" if separator else name
+
+    weights = {moved(name): tensor for name, tensor in load_file(checkpoint / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+__all__ = ["QWEN3_30B_A3B", "write_checkpoint", "write_neighbours"]

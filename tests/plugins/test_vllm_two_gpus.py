@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.plugins.engine_runs import PROMPTS, Server, run_offline, serve  # noqa: E402
-from tests.plugins.random_moe import write_checkpoint  # noqa: E402
+from tests.plugins.random_moe import write_checkpoint, write_neighbours  # noqa: E402
 from tests.plugins.vllm_smoke import ENOUGH_EQUAL, LONG, verdict  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(300)]
@@ -82,22 +81,8 @@ def test_a_server_with_captured_graphs_answers_as_stock_vllm(
     assert "megaflux: executor megakernel, 2 ranks, 2 layers of 128 experts, 64 home" in said
 
 
-def neighbour_weights(checkpoint: Path, folder: Path) -> Path:
-    """The checkpoint with every expert in the place of its neighbour."""
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(checkpoint, folder)
-    weights, moved = load_file(checkpoint / "model.safetensors"), {}
-    for name, tensor in weights.items():
-        head, separator, tail = name.partition(".mlp.experts.")
-        expert, _, matrix = tail.partition(".")
-        moved[f"{head}{separator}{(int(expert) + 1) % 128}.{matrix}" if separator else name] = tensor
-    save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 def test_reloaded_weights_reach_replicas_on_tensor_parallel_ranks(checkpoint: Path, tmp_path: Path) -> None:
-    other = neighbour_weights(checkpoint, tmp_path / "other")
+    other = write_neighbours(checkpoint, tmp_path / "other")
     common = {"dtype": "bfloat16", "enforce_eager": False, "max_model_len": 512, "tensor_parallel_size": 2}
     common |= {"enable_expert_parallel": True, "gpu_memory_utilization": 0.4, "enable_prefix_caching": False}
     ours = {"moe_backend": "megaflux", "additional_config": {"megaflux": {"gate": None, "timeout_s": 40}}}

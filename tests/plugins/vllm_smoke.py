@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.plugins.engine_runs import ENVIRONMENT, PROMPTS, TINY_MOE
-from tests.plugins.random_moe import write_checkpoint
+from tests.plugins.random_moe import write_checkpoint, write_neighbours
 
 RANKS = 2
 LONG = " ".join(PROMPTS[:3]) * 8  # more than a block of rows for most experts
@@ -57,12 +57,16 @@ class Run:
         options: ours; None is stock vLLM.
         engine: arguments of ``vllm.LLM`` beside ``COMMON``.
         is_tiny: serves tiny-moe instead of the random model.
+        reloads: loads other weights afterwards and answers again.
+        is_tensor_parallel: the ranks share their requests; otherwise each has its own.
     """
 
     name: str
     options: dict[str, Any] | None = None
     engine: dict[str, Any] = field(default_factory=lambda: {"enforce_eager": True})
     is_tiny: bool = False
+    reloads: bool = False
+    is_tensor_parallel: bool = False
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -72,10 +76,10 @@ class Run:
 
 
 GROUPS = (
-    (Run("stock"), Run("eager", OPEN)),
-    (Run("graphs", {"timeout_s": 40}, GRAPHS | {"kv_cache_memory_bytes": None}),),
+    (Run("stock", reloads=True), Run("eager", OPEN, reloads=True)),
+    (Run("graphs", {"timeout_s": 40}, GRAPHS | {"kv_cache_memory_bytes": None}, reloads=True),),
     (Run("tiny-stock", is_tiny=True), Run("tiny", OPEN | {"replica_slots": 3}, is_tiny=True)),
-    (Run("small", MEGAKERNEL | {"min_tokens": 33}, GRAPHS),),
+    (Run("small", MEGAKERNEL | {"min_tokens": 33}, GRAPHS), Run("tensor", OPEN, GRAPHS, is_tensor_parallel=True)),
 )
 
 
@@ -91,43 +95,90 @@ def import_everything() -> None:
     kernel_warmup._warmup_ll_bf16_router_gemm = lambda: None  # twenty seconds, for routers of other models
 
 
-def serve_rank(run: Run, rank: int, port: int, model: Path, out: Path) -> None:
+@dataclass(frozen=True)
+class Models:
+    """Folders of checkpoints: the random model, the same with other weights, and tiny-moe."""
+
+    random: Path
+    other: Path
+    tiny: Path = TINY_MOE
+
+    @classmethod
+    def write(cls, folder: Path, num_layers: int) -> None:
+        """Make the first two in ``folder``."""
+        write_neighbours(write_checkpoint(folder / "random", num_layers), folder / "other")
+
+
+def serve_rank(run: Run, rank: int, port: int, models: Models, out: Path) -> None:
     """One rank of an engine, in a process of its own: writes ``<name>-<rank>.json`` and ``.log``."""
     log = os.open(out / f"{run.name}-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ |= ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    os.environ |= {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": str(RANKS)}
-    os.environ |= {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
+    os.environ |= ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | rank_environment(run, rank, port)
     try:
-        from vllm import LLM, SamplingParams
+        from vllm import LLM
 
         begin = time.monotonic()
-        llm = LLM(str(model), distributed_executor_backend="uni", **run.arguments)
-        started = time.monotonic() - begin
-        sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        # The other rank ends earlier or later and idles: two batches of different sizes, then one prompt alone.
-        batches = [PROMPTS[rank::RANKS], [LONG] * (1 + 2 * rank), PROMPTS[:1]]
-        tokens = [
-            list(answer.outputs[0].token_ids)
-            for batch in batches
-            for answer in llm.generate(batch, sampling, use_tqdm=False)
-        ]
-        answer = {"start_s": started, "run_s": time.monotonic() - begin - started, "tokens": tokens}
-        (out / f"{run.name}-{rank}.json").write_text(json.dumps(answer))
+        backend = "external_launcher" if run.is_tensor_parallel else "uni"
+        more = {"tensor_parallel_size": RANKS} if run.is_tensor_parallel else {}
+        model = models.tiny if run.is_tiny else models.random
+        llm = LLM(str(model), distributed_executor_backend=backend, **run.arguments, **more)
+        answer: dict[str, Any] = {"start_s": time.monotonic() - begin}
+        begin = time.monotonic()
+        answer |= {"tokens": generate(llm, run, rank), "run_s": time.monotonic() - begin}
+        write_answer(answer, out / f"{run.name}-{rank}.json")
+        if run.reloads:
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(models.other)})
+            answer["reloaded"] = generate(llm, run, rank)
+            write_answer(answer, out / f"{run.name}-{rank}.json")
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
     os._exit(0)  # the answer is written; ending an engine in order takes long
 
 
+def rank_environment(run: Run, rank: int, port: int) -> dict[str, str]:
+    """How vLLM learns which rank a process is that it did not start."""
+    if run.is_tensor_parallel:
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    else:
+        names = {"RANK": rank, "RANK_LOCAL": rank, "SIZE": RANKS, "MASTER_IP": "127.0.0.1", "MASTER_PORT": port}
+        names = {f"VLLM_DP_{name}": value for name, value in names.items()}
+    return {name: str(value) for name, value in names.items()}
+
+
+def generate(llm: Any, run: Run, rank: int) -> list[list[int]]:
+    """Greedy tokens after this rank's prompts; tensor-parallel ranks all answer those of every rank.
+
+    Batches of different sizes, so that ranks with requests of their own end at different times and idle.
+    """
+    from vllm import SamplingParams
+
+    sampling, own = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True), list[list[int]]()
+    for asked in range(RANKS) if run.is_tensor_parallel else (rank,):
+        for batch in (PROMPTS[asked::RANKS], [LONG] * (1 + 2 * asked), PROMPTS[:1]):
+            answers = llm.generate(batch, sampling, use_tqdm=False)
+            own += [list(answer.outputs[0].token_ids) for answer in answers] if asked == rank else []
+    return own
+
+
+def write_answer(answer: dict[str, Any], path: Path) -> None:
+    """The file whole or not at all, since the process may be ended at any time."""
+    path.with_suffix(".part").write_text(json.dumps(answer))
+    path.with_suffix(".part").rename(path)
+
+
 @dataclass
 class Answer:
-    """What an engine did: seconds to start, to answer, tokens a prompt of all ranks; or why it did not."""
+    """What an engine did: seconds to start, to answer, tokens a prompt of all ranks; or why it did not.
+
+    ``reloaded`` are tokens after other weights were loaded, where that was asked for and went well.
+    """
 
     start_s: float = 0.0
     run_s: float = 0.0
     tokens: list[list[int]] = field(default_factory=list)
+    reloaded: list[list[int]] = field(default_factory=list)
     error: str | None = None
 
     @classmethod
@@ -138,17 +189,18 @@ class Answer:
             logs = [out / f"{name}-{rank}.log" for rank in range(RANKS)]
             return cls(error="\n".join(f"-- {log.name}\n{excerpt(log)}" for log in logs if log.exists()))
         parts = [json.loads(file.read_text()) for file in files]
-        tokens = [row for part in parts for row in part["tokens"]]
-        return cls(max(part["start_s"] for part in parts), max(part["run_s"] for part in parts), tokens)
+        start_s, run_s = (max(part[name] for part in parts) for name in ("start_s", "run_s"))
+        tokens, reloaded = ([row for part in parts for row in part.get(name, [])] for name in ("tokens", "reloaded"))
+        return cls(start_s, run_s, tokens, reloaded)
 
 
-def run_group(group: Sequence[Run], models: dict[bool, Path], out: Path, limit_s: float) -> dict[str, Answer]:
+def run_group(group: Sequence[Run], models: Models, out: Path, limit_s: float) -> dict[str, Answer]:
     """The engines of a group, at the same time and for at most ``limit_s`` seconds."""
     fork, ranks = multiprocessing.get_context("fork"), list[BaseProcess]()
     for run in group:
         port = free_port()
         for rank in range(RANKS):
-            ranks.append(fork.Process(target=serve_rank, args=(run, rank, port, models[run.is_tiny], out)))
+            ranks.append(fork.Process(target=serve_rank, args=(run, rank, port, models, out)))
             ranks[-1].start()
     end = time.monotonic() + limit_s
     for process in ranks:
@@ -164,11 +216,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def excerpt(log: Path, lines_shown: int = 40) -> str:
-    """The part of a log that explains a failure: the last traceback, or its end."""
-    text = [re.sub(r"\x1b\[[0-9;]*m", "", line)[:240] for line in log.read_text(errors="replace").splitlines()]
-    raised = [index for index, line in enumerate(text) if "Traceback" in line]
-    return "\n".join(text[-lines_shown:] if not raised else text[raised[0] : raised[0] + lines_shown])
+def excerpt(log: Path, lines_shown: int = 45) -> str:
+    """The end of a log, where an engine that failed has left its traceback."""
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(re.sub(r"\x1b\[[0-9;]*m", "", line)[:240] for line in lines[-lines_shown:])
 
 
 def share(equal: Sequence[bool]) -> float:
@@ -194,8 +245,8 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     fork, answers = multiprocessing.get_context("fork"), dict[str, Answer]()
     with tempfile.TemporaryDirectory() as scratch:
-        model = Path(scratch) / "model"
-        writer = fork.Process(target=write_checkpoint, args=(model, arguments.layers))
+        models = Models(Path(scratch) / "random", Path(scratch) / "other")
+        writer = fork.Process(target=Models.write, args=(Path(scratch), arguments.layers))
         writer.start()
         begin = time.monotonic()
         import_everything()
@@ -203,7 +254,7 @@ def main() -> int:
         print(f"imported in {time.monotonic() - begin:.0f} s", flush=True)
         for group in GROUPS:
             runs = [run for run in group if not arguments.only or run.name in arguments.only]
-            answers |= run_group(runs, {False: model, True: TINY_MOE}, arguments.out, arguments.limit_s)
+            answers |= run_group(runs, models, arguments.out, arguments.limit_s)
             for run in runs:
                 report(run, answers)
     return sum(answer.error is not None for answer in answers.values())
@@ -218,6 +269,13 @@ def report(run: Run, answers: dict[str, Answer]) -> None:
     line = f"== {run.name}: started in {answer.start_s:.0f} s, {len(answer.tokens)} answers in {answer.run_s:.1f} s"
     if stock is not None and stock.tokens and run.options is not None:
         line += f"; {verdict(answer.tokens, stock.tokens)}"
+        if run.reloads:
+            is_there = len(answer.reloaded) == len(stock.reloaded) > 0
+            line += f"; reloaded {verdict(answer.reloaded, stock.reloaded) if is_there else 'FAILED, see the log'}"
+    elif answer.reloaded:
+        line += (
+            f"; {share([a == b for a, b in zip(answer.tokens, answer.reloaded, strict=True)]):.0%} as before a reload"
+        )
     print(line, flush=True)
 
 
