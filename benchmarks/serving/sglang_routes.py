@@ -82,7 +82,9 @@ class ForcedRoutes:
 
         return route
 
-    def before_forward(self, model: Any, input_ids: Tensor, positions: Any, forward_batch: Any, *more: Any) -> None:
+    def before_forward(
+        self, model: Any, input_ids: Tensor, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any
+    ) -> None:
         """Before the model's forward: which tokens this rank's routers will see."""
         self.follow_control()
         # Under DP attention the first is true on all ranks if any of them has prompts.

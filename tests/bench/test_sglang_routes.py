@@ -80,7 +80,7 @@ def test_routers_follow_the_control_file_and_count(
     logits = torch.randn(3, EXPERTS, generator=torch.Generator().manual_seed(0))
 
     def forward(tokens: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        routes.before_forward(None, torch.tensor(tokens), None, batch)
+        routes.before_forward(None, torch.tensor(tokens), None, batch, pp_proxy_tensors=None)
         return [router(logits[:, :1], logits[: len(tokens)], TOP_K, True) for router in routers]
 
     (weights, ids), _ = forward([0, 1, 2])  # without a table the model decides
