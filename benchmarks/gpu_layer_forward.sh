@@ -5,7 +5,7 @@
 #   compile     60  the kernels of the other steps, on all cores at once
 #   unit       120  tests on one GPU: float64, fixed placement bit for bit, odd batches
 #   pair        90  tests on two: changing batches, captured graphs, a peer that is late or dies
-#   stress      75  20,000 batches in a row on two GPUs, all compared
+#   stress      75  20,000 batches in a row on two GPUs, all compared, or as many as STRESS_S seconds allow (45)
 #   sanitize   120  compute-sanitizer's memcheck, racecheck and synccheck, one rank and two virtual ones
 #   counters    90  hardware counters of one rank's launch, with Nsight Compute
 #   emulated   130  eight virtual ranks on one GPU
@@ -52,7 +52,7 @@ unit() { # several processes: most of a test is compiling
     "${selected[@]}"
 }
 pair() { LINES_SHOWN=40 tests pair 90 tests/kernels/test_megakernel_two_gpus.py --durations=4 "${selected[@]}"; }
-stress() { ranks 2 stress 75 benchmarks/stress_layer.py --out "$OUT/layer_stress.json"; }
+stress() { ranks 2 stress 75 benchmarks/stress_layer.py --seconds "${STRESS_S:-45}" --out "$OUT/layer_stress.json"; }
 
 sanitize() { # all tools at once, with one rank, then with two virtual ranks, whose launches must run side by side
   local status=0 tool number pids options

@@ -1,6 +1,6 @@
 """Compile the kernels of the layer benchmarks at once, a process a kernel, into the kernel cache.
 
-    python3 benchmarks/layer_compile.py
+    python3 benchmarks/layer_compile.py [bench] [layer] [emulated] [stress] [sanitize]
 
 A benchmark that compiles one shape after another leaves its GPUs idle for minutes. Shapes, ranks and batch sizes are
 those of ``gpu_layer_forward.sh``; what is missing here is compiled where it is used.
@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +32,8 @@ LARGEST = dict.fromkeys(SHAPES, (8192,)) | {"qwen3-30b-a3b": (8192, 32768), "dee
 """Largest batches of the runs of a shape."""
 
 WHOLE_LAYER = dict.fromkeys(("qwen3-30b-a3b", "deepseek-v3-e64"), 16384)
-EMULATED = {"ranks": 8, "experts": (64, 128, 256), "hidden": 7168, "intermediate": 2048, "top_k": 8, "tokens": 4096}
+EMULATED = (7168, 2048, 8, 4096)
+"""H, I, k and largest batch of ``bench_layer_emulated``."""
 
 SANITIZED, STRESSED = (8, 320, 192, 2, 300), (32, 512, 256, 4, 2048)
 """E, H, I, k and largest batch of ``sanitize_layer`` and ``stress_layer``."""
@@ -46,27 +47,52 @@ class Job(NamedTuple):
     num_local: int = 1
 
 
-def jobs() -> Iterator[Job]:
+Layers = set[tuple[LayerShape, int]]
+"""Layers, each with the ranks that share a GPU."""
+
+
+def bench() -> Layers:
+    """Over tables made on the host: no planner."""
+    return {
+        (LayerShape(2, experts, slots, hidden, intermediate, top_k, tokens), 1)
+        for name, (experts, hidden, intermediate, top_k, slots) in SHAPES.items()
+        for tokens in LARGEST[name]
+    }
+
+
+def layer() -> Layers:
+    """The whole layer on two ranks, without replica slots and with."""
+    layers = set()
+    for name, tokens in WHOLE_LAYER.items():
+        experts, hidden, intermediate, top_k, slots = SHAPES[name]
+        layers |= {(LayerShape(2, experts, s, hidden, intermediate, top_k, tokens), 1) for s in (0, slots)}
+    return layers
+
+
+def emulated() -> Layers:
+    """The paper's layer on eight virtual ranks."""
+    return {(LayerShape(8, experts, slots, *EMULATED), 8) for experts in (64, 128, 256) for slots in (0, experts // 32)}
+
+
+def stress() -> Layers:
+    """The layer of ``stress_layer``."""
+    return {(LayerShape(2, STRESSED[0], slots, *STRESSED[1:]), 1) for slots in (0, 4)}
+
+
+def sanitize() -> Layers:
+    """The layer of ``sanitize_layer``."""
+    return {(LayerShape(ranks, SANITIZED[0], s, *SANITIZED[1:]), ranks) for ranks, s in ((1, 0), (2, 0), (2, 2))}
+
+
+GROUPS = {"bench": bench, "layer": layer, "emulated": emulated, "stress": stress, "sanitize": sanitize}
+
+
+def jobs(groups: Sequence[str]) -> list[Job]:
     """Every kernel once, those that take longest first."""
-    layers, tables = set(), set()
-    for name, (experts, hidden, intermediate, top_k, slots) in SHAPES.items():
-        for tokens in LARGEST[name]:
-            tables.add((LayerShape(2, experts, slots, hidden, intermediate, top_k, tokens), 1))
-        if name in WHOLE_LAYER:
-            for number in (0, slots):
-                shape = LayerShape(2, experts, number, hidden, intermediate, top_k, WHOLE_LAYER[name])
-                layers.add((shape, 1))
-    for experts in EMULATED["experts"]:
-        for slots in (0, experts // (4 * EMULATED["ranks"])):
-            extents = (EMULATED["hidden"], EMULATED["intermediate"], EMULATED["top_k"], EMULATED["tokens"])
-            layers.add((LayerShape(EMULATED["ranks"], experts, slots, *extents), EMULATED["ranks"]))
-    for ranks in (1, 2):
-        for slots in {0, 2 if ranks > 1 else 0}:
-            layers.add((LayerShape(ranks, *SANITIZED[:1], slots, *SANITIZED[1:]), ranks))
-    layers.update((LayerShape(2, *STRESSED[:1], slots, *STRESSED[1:]), 1) for slots in (0, 4))
-    yield from (Job("planner", *layer) for layer in layers)
-    for kernel in ("forward", "transfer", "combine"):
-        yield from (Job(kernel, *layer) for layer in layers | tables)
+    planned = {one for group in groups if group != "bench" for one in GROUPS[group]()}
+    every = planned | (bench() if "bench" in groups else set())
+    kernels = ("forward", "transfer", "combine")
+    return [Job("planner", *one) for one in planned] + [Job(kernel, *one) for kernel in kernels for one in every]
 
 
 def compile_job(job: Job) -> float:
@@ -93,9 +119,11 @@ def compile_job(job: Job) -> float:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("groups", nargs="*", default=list(GROUPS), help=f"default: {', '.join(GROUPS)}")
+    groups = parser.parse_args().groups
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
-    begin, every = time.monotonic(), list(jobs())
+    begin, every = time.monotonic(), jobs(groups)
     processes = max(1, (os.cpu_count() or 2) - 2)
     with multiprocessing.get_context("spawn").Pool(min(processes, len(every))) as pool:
         seconds = pool.map(compile_job, every, chunksize=1)

@@ -6,7 +6,8 @@ One process a GPU, planned on the device. Routes are drawn on the device from a 
 launch: uniform, Zipf of several slopes, a few hot experts, all rows to one expert; batches of all sizes, ranks without
 rows and with one, unequal ranks. Each batch goes through a layer without replica slots and through one with, whose
 replicas stay or move in turn; a rank counts the values that differ on the device and looks at them once in a while.
-Every 500th output is compared with float64 as well. A failed wait ends the run with its rank, phase and slot.
+Every 500th output is compared with float64 as well. A failed wait ends the run with its rank, phase and slot. A run of
+limited time says how many launches it made.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tests.kernels.layer_cases import LIMIT, DeviceCase
 
 CASE = DeviceCase(num_experts=32, num_ranks=2, num_slots=4, hidden=512, intermediate=256, top_k=4, max_tokens=2048)
 LOOK, EXACT = 100, 500
-"""Launches between two looks at the count of differences, and between two comparisons with float64."""
+"""Launches between two looks at differences and clock, and between two comparisons with float64."""
 
 
 class Batches:
@@ -77,8 +78,8 @@ class Batches:
         return RoutingBatch(rows, ids, weights / weights.sum(1, keepdim=True))
 
 
-def run(case: DeviceCase, launches: int) -> list[ResultRow]:
-    """All launches; the counts as rows."""
+def run(case: DeviceCase, launches: int, seconds: float) -> list[ResultRow]:
+    """All launches, or as many as the seconds allow; the counts as rows."""
     rank = dist.get_rank()
     config = MegaFluxConfig(executor="megakernel", replica_slots=case.num_slots, max_tokens=case.max_tokens)
     executor = select_executor(config, case.num_ranks, dist.group.WORLD)
@@ -99,9 +100,12 @@ def run(case: DeviceCase, launches: int) -> list[ResultRow]:
             count, replicas = int(differ), replicas + layer.on_device.last_plan().num_replicas
             if count or not max(errors) < LIMIT:
                 raise SystemExit(f"launch {launch}, rank {rank}: {count} values differ, relative L2 {max(errors)}")
+            if max(gather(time.monotonic() - begin)) > seconds:
+                launches = launch + 1
+                break
     torch.cuda.synchronize()
     moving.on_device.last_plan()  # raises what a wait has left behind
-    total, differing, worst, seconds, seen = zip(
+    total, differing, worst, elapsed, seen = zip(
         *gather((rows, int(differ), max(errors), time.monotonic() - begin, replicas)), strict=True
     )
     if sum(differing) or not max(worst) < LIMIT or not max(seen):
@@ -113,7 +117,7 @@ def run(case: DeviceCase, launches: int) -> list[ResultRow]:
         ("rows", float(sum(total)), "1"),
         ("values_that_differ", float(sum(differing)), "1"),
         ("relative_l2_max", max(worst), "1"),
-        ("elapsed_s", max(seconds), "s"),
+        ("elapsed_s", max(elapsed), "s"),
     )
     return [ResultRow("layer_stress", at, metric, value, unit) for metric, value, unit in values]
 
@@ -121,11 +125,12 @@ def run(case: DeviceCase, launches: int) -> list[ResultRow]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--launches", type=int, default=20_000)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end after so many, at the next look")
     parser.add_argument("--out", type=Path, default=RESULTS / "layer_stress.json")
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    rows = run(replace(CASE, num_ranks=dist.get_world_size()), options.launches)
+    rows = run(replace(CASE, num_ranks=dist.get_world_size()), options.launches, options.seconds)
     for row in rows:
         say(f"{row.metric}: {row.value:g}")
     save(options.out, rows)
