@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_layer_forward.py --shapes qwen3-30b-a3b --tokens 8192
 
 One process a GPU. Plans and tables are made on the host beforehand (the planner has its own benchmark), and so is
-the copy of the hidden states into the symmetric buffer. A step is the forward kernel and the combine, replayed as CUDA
-graphs with the two small launches that number it and clear its counters; the slowest rank counts. Shapes and routings
+the copy of the hidden states into the symmetric buffer. A step is the forward kernel and the combine, one CUDA
+graph with the two small launches that number it and clear its counters; the slowest rank counts. Shapes and routings
 are those of ``layer_workloads``, the protocols *burst* and *sustained* those of ``layer_timing``.
 
 Variants: ``fixed``, the placement without replicas; ``staged``, the plan with the transfer in a launch before;
@@ -53,23 +53,17 @@ VARIANTS = ("fixed", "staged", "pipelined", "resident")
 
 
 class Steps:
-    """One variant's step as CUDA graphs: the forward kernel with what precedes it, then the combine."""
+    """One variant's step as a CUDA graph: the launch is numbered, then the forward kernel and the combine."""
 
     def __init__(self, rig: Rig, tokens: list[int], tables: list[dict[str, Tensor]], staged: bool) -> None:
-        self.rig, self.stream, self.tables = rig, rig.streams[0], tables
-        rank = rig.ranks[0]
-        mine = tokens[rank.rank]
-        self.forward, self.combine = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        self.tables, self.graph = tables, torch.cuda.CUDAGraph()
         rig.load(tables)
         torch.cuda.synchronize()
-        with torch.cuda.graph(self.forward, stream=self.stream):
-            rig.launch(tokens, staged=staged, combine=False)
-        with torch.cuda.graph(self.combine, stream=self.stream):
-            rank.combine(rig.topk_weights[0][:mine], rig.out[0][:mine])
+        with torch.cuda.graph(self.graph, stream=rig.streams[0]):
+            rig.launch(tokens, staged=staged)
 
     def __call__(self) -> None:
-        self.forward.replay()
-        self.combine.replay()
+        self.graph.replay()
 
 
 def check(rig: Rig, tokens: list[int], topk: list[NDArray[np.int64]], plans: dict[str, tuple], name: str) -> float:

@@ -20,7 +20,7 @@ from benchmarks import layer_tables
 from benchmarks.harness.documents import Row, provenance, rows, table, value
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "device-planner.md")
+DOCUMENTS = tuple(ROOT / name for name in ("README.md", "docs/device-planner.md", "docs/forward-kernel.md"))
 BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 TOKENS = (1024, 4096, 8192, 32768, 131072)

@@ -55,25 +55,25 @@ def layer() -> str:
 
 
 def forward() -> str:
-    """The forward kernel and the combine at fixed placement, balanced: rate, share of the limit, clock and power."""
-    case = {**AT_8K, "routing": "balanced", "variant": "fixed"}
-    lines = []
-    for shape in present("layer_forward", "shape", SHAPES):
-        at = {**case, "shape": shape}
-        lines.append(
-            [
-                SHAPES[shape],
-                cell("{:.0f}", "layer_forward", "tflops_per_gpu", protocol="burst", **at),
-                cell("{:.0f}", "layer_forward", "tflops_per_gpu", protocol="sustained", **at),
-                cell("{:.0%}", "layer_forward", "roofline_fraction", protocol="burst", **at),
-                cell("{:.0%}", "layer_forward", "roofline_fraction", protocol="sustained", **at),
-                cell("{:.0f}", "layer_forward", "sm_clock_mhz", protocol="sustained", **at),
-                cell("{:.0f}", "layer_forward", "power_w", protocol="sustained", **at),
-                cell("{:.2%}", "layer_forward", "relative_l2", **at),
-            ]
-        )
-    header = ["TFLOP/s a GPU", "burst", "sustained", "of the limit", "sustained", "MHz", "W", "relative L2 to float64"]
-    return table(header, lines) + provenance("layer_forward", ranks=2)
+    """The forward kernel and the combine, balanced, as launched by default, with clock and power."""
+    bench, lines = "layer_forward_sweep", []
+    for shape in present(bench, "shape", SHAPES):
+        for variant in ("fixed", "pipelined"):
+            at = {**AT_8K, "routing": "balanced", "choice": "pool2", "variant": variant, "shape": shape}
+            lines.append(
+                [
+                    SHAPES[shape],
+                    variant,
+                    cell("{:.0f}", bench, "tflops_per_gpu", protocol="burst", **at),
+                    cell("{:.0f}", bench, "tflops_per_gpu", protocol="sustained", **at),
+                    cell("{:.0%}", bench, "roofline_fraction", protocol="burst", **at),
+                    cell("{:.0%}", bench, "roofline_fraction", protocol="sustained", **at),
+                    cell("{:.0f}", bench, "sm_clock_mhz", protocol="sustained", **at),
+                    cell("{:.0f}", bench, "power_w", protocol="sustained", **at),
+                ]
+            )
+    header = ["TFLOP/s a GPU", "", "burst", "sustained", "of the limit", "sustained", "MHz", "W"]
+    return table(header, lines) + provenance(bench, choice="pool2")
 
 
 def forward_peers() -> str:
@@ -109,47 +109,49 @@ def peers() -> str:
 
 
 def routings() -> str:
-    """By routing, at 8192 tokens a rank: rate at fixed placement, gains, the ideal gain, and how much is hidden."""
+    """By routing, at 8192 tokens a rank."""
     lines = []
     for shape in present("layer_forward", "shape", SHAPES):
         for routing in present("layer_forward", "routing", ROUTINGS):
             case = {**AT_8K, "shape": shape, "routing": routing}
-            if rows("layer_forward", "latency_ms", variant="fixed", protocol="sustained", **case):
+            if rows("layer_forward", "latency_ms", variant="fixed", protocol="burst", **case):
                 lines.append([SHAPES[shape], ROUTINGS[routing], *gains(case)])
-    header = ["shape", "routing", "fixed, TFLOP/s", "staged", "pipelined", "ideal", "hidden"]
-    return table(header, lines) + provenance("layer_forward", ranks=2)
+    return table(["shape", "routing", *GAINS], lines) + provenance("layer_forward", ranks=2)
 
 
 def tokens() -> str:
-    """By batch size."""
+    """By batch size, where several were measured."""
     lines = []
     sizes = sorted({row["case"]["tokens_per_rank"] for row in rows("layer_forward", "latency_ms", ranks=2)})
     for shape in present("layer_forward", "shape", SHAPES):
-        for routing in ("balanced", "zipf-3-one-rank"):
+        for routing in present("layer_forward", "routing", ROUTINGS):
             found = [{"shape": shape, "routing": routing, "tokens_per_rank": size, "ranks": 2} for size in sizes]
             found = [case for case in found if rows("layer_forward", "latency_ms", variant="fixed", **case)]
             if len(found) > 1:
-                size = [f"{case['tokens_per_rank'] // 1024}K" for case in found]
-                lines += [
-                    [SHAPES[shape], ROUTINGS[routing], *cells]
-                    for cells in zip(size, *zip(*map(gains, found), strict=True), strict=True)
-                ]
-    header = ["shape", "routing", "tokens", "fixed, TFLOP/s", "staged", "pipelined", "ideal", "hidden"]
-    return table(header, lines) + provenance("layer_forward", ranks=2)
+                names = (SHAPES[shape], ROUTINGS[routing])
+                lines += [[*names, f"{case['tokens_per_rank'] // 1024}K", *gains(case)] for case in found]
+    return table(["shape", "routing", "tokens", *GAINS], lines) + provenance("layer_forward", ranks=2)
+
+
+GAINS = ("fixed, TFLOP/s", "staged", "pipelined", "ideal", "hidden", "pipelined, sustained")
 
 
 def gains(case: dict[str, Any]) -> list[str]:
-    """Fixed TFLOP/s sustained; gains of staged and pipelined, burst / sustained; ideal gain; hidden, burst."""
-    cells = [cell("{:.0f}", "layer_forward", "tflops_per_gpu", variant="fixed", protocol="sustained", **case)]
-    for variant in ("staged", "pipelined"):
-        both = [
-            cell("{:.2f}", "layer_forward", "speedup_over_fixed", variant=variant, protocol=protocol, **case)
-            for protocol in ("burst", "sustained")
-        ]
-        cells.append(" / ".join(both) if both != ["-", "-"] else "-")
-    case = {**case, "variant": "pipelined", "protocol": "burst"}
-    cells.append(cell("{:.2f}", "layer_forward", "ideal_speedup", **case))
-    return [*cells, cell("{:.0f} %", "layer_forward", "hidden_pct", **case)]
+    """Single launches: rate at fixed placement, gains, ideal gain, hidden share; then the gain of a sustained run.
+
+    A sustained gain is shown only where the clock of the run was recorded: without it, what ran before may be in it.
+    """
+    burst = {**case, "protocol": "burst"}
+    cells = [cell("{:.0f}", "layer_forward", "tflops_per_gpu", variant="fixed", **burst)]
+    cells += [
+        cell("{:.2f}x", "layer_forward", "speedup_over_fixed", variant=variant, **burst)
+        for variant in ("staged", "pipelined")
+    ]
+    cells.append(cell("{:.2f}x", "layer_forward", "ideal_speedup", variant="pipelined", **burst))
+    cells.append(cell("{:.0f} %", "layer_forward", "hidden_pct", variant="pipelined", **burst))
+    sustained = {**case, "protocol": "sustained", "variant": "pipelined"}
+    clocked = rows("layer_forward", "sm_clock_mhz", **sustained)
+    return [*cells, cell("{:.2f}x", "layer_forward", "speedup_over_fixed", **sustained) if clocked else "-"]
 
 
 def emulated() -> str:
