@@ -164,11 +164,11 @@ def random_weights(shape: MeasuredShape, layout: SlotLayout, rank: int) -> Exper
 def planner(layer: MegakernelLayer, batch: RoutingBatch) -> Callable[[], None]:
     """The planner alone, as the layer launches it for this batch."""
     shared, _ = layer.bound(batch.topk_ids.shape[1])
-    shared.load([batch])
+    routes, sizes = shared.load([batch])
 
     def run() -> None:
         layer.resident.fill_(-1)
-        inputs = (shared.topk_ids, shared.num_tokens, layer.resident)
+        inputs = (routes, sizes, layer.resident)
         launch_planner(shared.planners, *inputs, layer.options, shared.timeout_s)
 
     return run

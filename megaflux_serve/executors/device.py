@@ -48,7 +48,7 @@ class DeviceLayer(ABC):
 
         Args:
             batches: rows and routes a local rank, any of them empty. Ids must be distinct in a row and in range; the
-                device does not check.
+                device does not check. A row of -1 is padding, whose result nobody reads.
 
         Returns:
             [M, H] a local rank, as ``Executor.execute``.
@@ -78,11 +78,14 @@ class DeviceExecutor(ABC):
         kind: the option that asks for it.
         num_ranks: P.
         local_ranks: the ranks that this process holds, ascending.
+        notes_batches: whether every batch ends with ``note_failures``. An engine that runs many layers a step may call
+            it once a step instead.
     """
 
     kind: str
     num_ranks: int
     local_ranks: Sequence[int]
+    notes_batches: bool = True
 
     @abstractmethod
     def home_weights(self, layout: SlotLayout, hidden: int, intermediate: int) -> list[ExpertWeights]:
@@ -117,8 +120,12 @@ class DeviceExecutor(ABC):
         """
 
     @abstractmethod
+    def note_failures(self) -> None:
+        """Have the host know of failed waits once the batches so far have ended; does not wait for that."""
+
+    @abstractmethod
     def raise_failure(self) -> None:
-        """Raise what a batch has reported that is over; for engines whose batches are replays of captured graphs.
+        """Raise a failure that has been noted, by batches or by replays of captured graphs that are over.
 
         Raises:
             PeerTimeoutError: a wait has failed.

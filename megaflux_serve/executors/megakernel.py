@@ -83,6 +83,10 @@ class MegakernelExecutor(DeviceExecutor):
         with kernel_limits():
             return MegakernelLayer(self, layout, config, home)
 
+    def note_failures(self) -> None:
+        for shared in self._shared.values():
+            shared.note_failures()
+
     def raise_failure(self) -> None:
         for shared in self._shared.values():
             shared.raise_failure()
@@ -143,9 +147,9 @@ class SharedBuffers:
         layout: ranks, experts and slots.
 
     Attributes:
-        topk_ids: int32 [local, max_tokens, k].
-        num_tokens: int32 [local].
-        failures: int32 [local, 8] on the host, the error records as of some moment after the last batch but one.
+        topk_ids: int32 [local, max_tokens, k], routes of virtual ranks, or those that have another dtype.
+        sizes: int32 [max_tokens + 1], every number of tokens, so that none has to be written.
+        failures: int32 [local, 8] on the host, the error records as last noted.
         num_bytes: of all buffers.
     """
 
@@ -165,21 +169,24 @@ class SharedBuffers:
             buffers.error = planning.regions["error"]  # a rank that could not plan must not compute
         device = self.forward[0].x.device
         self.topk_ids = torch.zeros(num_local, shape.max_tokens, shape.top_k, dtype=torch.int32, device=device)
-        self.num_tokens = torch.zeros(num_local, dtype=torch.int32, device=device)
+        self.sizes = torch.arange(shape.max_tokens + 1, dtype=torch.int32, device=device)
         self.num_bytes = self.topk_ids.nbytes + sum(planning.map.num_bytes for planning in self.planners)
         self.num_bytes += sum(sum(buffers.map.memory_use().values()) for buffers in self.forward)
         self.failures = torch.zeros(num_local, RECORD_WORDS, dtype=torch.int32, pin_memory=True)
         self.streams = [torch.cuda.Stream() for _ in self.forward]  # type: ignore[no-untyped-call]
         executor.barrier()
 
-    def load(self, batches: Sequence[RoutingBatch]) -> None:
-        """Copy routes and rows to where the kernels read them; rows in the ranks' own streams, beside the planner.
+    def load(self, batches: Sequence[RoutingBatch]) -> tuple[Tensor, Tensor]:
+        """Copy rows to where peers read them, in the ranks' own streams beside the planner.
+
+        Returns:
+            int32 [local, M, k] and [local]: routes and numbers of tokens, for the planner.
 
         Raises:
             CapacityError: more rows than ``max_tokens``.
         """
         current = torch.cuda.current_stream()
-        for index, (batch, buffers, stream) in enumerate(zip(batches, self.forward, self.streams, strict=True)):
+        for batch, buffers, stream in zip(batches, self.forward, self.streams, strict=True):
             num_tokens = batch.hidden.shape[0]
             if num_tokens > self.shape.max_tokens:
                 raise CapacityError(
@@ -189,8 +196,14 @@ class SharedBuffers:
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 buffers.x[:num_tokens].copy_(batch.hidden)
-            self.topk_ids[index, :num_tokens].copy_(batch.topk_ids)
-            self.num_tokens[index : index + 1].fill_(num_tokens)
+        if len(batches) == 1:
+            ids, size = batches[0].topk_ids, batches[0].topk_ids.shape[0]
+            if size and ids.dtype == torch.int32 and ids.is_contiguous():
+                return ids[None], self.sizes[size : size + 1]
+        for index, batch in enumerate(batches):
+            self.topk_ids[index, : batch.topk_ids.shape[0]].copy_(batch.topk_ids)
+        sizes = [self.sizes[batch.hidden.shape[0] :][:1] for batch in batches]
+        return self.topk_ids, sizes[0] if len(sizes) == 1 else torch.cat(sizes)
 
     def note_failures(self) -> None:
         """Copy the error records to the host, in stream order."""
@@ -250,11 +263,11 @@ class MegakernelLayer(DeviceLayer):
     def forward(self, batches: Sequence[RoutingBatch]) -> list[Tensor]:
         shared, layers = self.bound(batches[0].topk_ids.shape[1])
         shared.raise_failure()
-        shared.load(batches)
+        topk_ids, num_tokens = shared.load(batches)
         if not self.config.sticky:
             self.resident.fill_(-1)
         launch_planner(
-            *(shared.planners, shared.topk_ids, shared.num_tokens, self.resident),
+            *(shared.planners, topk_ids, num_tokens, self.resident),
             *(self.options, shared.timeout_s, self.totals),
         )
         weights = [batch.topk_weights.contiguous() for batch in batches]
@@ -269,12 +282,14 @@ class MegakernelLayer(DeviceLayer):
                 layer.buffers.combine(scales, out, end)
         for stream in shared.streams:
             current.wait_stream(stream)
-        shared.note_failures()
+        if self.executor.notes_batches:
+            shared.note_failures()
         return outputs
 
     def last_plan(self) -> ReplicaPlan:
         if self._bound is None:
             raise InputError("last_plan", "no batch has been served", "a layer that has served a batch")
+        self._bound.shared.note_failures()
         torch.cuda.synchronize()
         self._bound.shared.raise_failure()
         return plan_on_host(self._bound.shared.planners[0], self.layout)

@@ -146,7 +146,9 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
         """
         self.context.startup.tell()
         moe = self.home_weights_checked(layer)
-        ids, scales = route_padding(topk_ids, self.layout.num_experts), topk_weights.float()
+        ids, scales = topk_ids, topk_weights.float()
+        if moe.on_device is None:  # the device knows padding
+            ids = route_padding(topk_ids, self.layout.num_experts)
         if small_batches.rows_of_largest_rank(x.shape[0]) < self.context.options.min_tokens:
             return small_batches.compute(layer, x, scales, ids)
         batch = RoutingBatch(self.rows.take(x), self.rows.take(ids), self.rows.take(scales))

@@ -42,6 +42,8 @@ def watch_steps(executor: DeviceExecutor, notice_writes: Callable[[], None]) -> 
             if is_begin:
                 notice_writes()
             result = step(self, *args, **kwargs)
+            if is_begin:
+                executor.note_failures()
             if isinstance(result, AsyncModelRunnerOutput):
                 return CheckedOutput(result)
             executor.raise_failure()
@@ -49,6 +51,7 @@ def watch_steps(executor: DeviceExecutor, notice_writes: Callable[[], None]) -> 
 
         return run
 
+    executor.notes_batches = False
     for name, is_begin in (("execute_model", True), ("execute_dummy_batch", True), ("sample_tokens", False)):
         setattr(Worker, name, watched(getattr(Worker, name), is_begin))
 

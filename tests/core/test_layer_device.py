@@ -55,6 +55,9 @@ class OnDevice(DeviceExecutor):
     def home_weights(self, layout: SlotLayout, hidden: int, intermediate: int) -> list[ExpertWeights]:
         raise NotImplementedError
 
+    def note_failures(self) -> None:
+        pass
+
     def raise_failure(self) -> None:
         raise NotImplementedError
 

@@ -432,6 +432,9 @@ class OwnMemory(DeviceExecutor, DeviceLayer):
     def prepare(self, top_k: int) -> None:
         self.prepared = top_k
 
+    def note_failures(self) -> None:
+        pass
+
     def raise_failure(self) -> None:
         if self.failure is not None:
             raise self.failure

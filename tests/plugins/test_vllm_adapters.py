@@ -272,6 +272,9 @@ class OwnMemory(DeviceExecutor, DeviceLayer):
     def prepare(self, top_k: int) -> None:
         self.top_k = top_k
 
+    def note_failures(self) -> None:
+        pass
+
     def raise_failure(self) -> None:
         pass
 

@@ -20,10 +20,13 @@ STEPS = ("execute_model", "execute_dummy_batch", "sample_tokens")
 class Executor:
     """A device executor, as far as its failures."""
 
-    has_failed = False
+    has_failed, notes_batches = False, True
 
     def __init__(self) -> None:
         self.looks: list[str] = []
+
+    def note_failures(self) -> None:
+        self.looks.append("note")
 
     def raise_failure(self) -> None:
         if self.has_failed:
@@ -72,4 +75,5 @@ def test_weights_are_looked_at_before_every_step_of_an_idle_rank_too(executor: E
     worker.execute_model("scheduled")
     worker.sample_tokens("sampled")
     worker.execute_dummy_batch("idle")
-    assert executor.looks == ["look", "look"]
+    assert executor.looks == ["look", "note", "look", "note"]  # records are copied once a step, not once a layer
+    assert not executor.notes_batches
