@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from string import ascii_uppercase
 from typing import Any
 
 from grafana_foundation_sdk.builders import bargauge, common, heatmap, prometheus, stat, table, timeseries
@@ -40,12 +41,13 @@ def graph(
     queries: Sequence[Query],
     *,
     width: int = 8,
-    minimum: float | None = 0.0,
+    minimum: float = 0.0,
     stacked: bool = False,
 ) -> Panel:
     """Lines over time."""
     panel = (
         timeseries.Panel()
+        .min(minimum)
         .line_width(1)
         .fill_opacity(25 if stacked else 6)
         .show_points(common_models.VisibilityMode.NEVER)
@@ -57,8 +59,6 @@ def graph(
         )
         .tooltip(common.VizTooltipOptions().mode(common_models.TooltipDisplayMode.MULTI))
     )
-    if minimum is not None:
-        panel.min(minimum)
     if stacked:
         panel.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL))
     return finish(panel, title, meaning, unit, queries, width, HEIGHT)
@@ -77,7 +77,7 @@ def figure(title: str, meaning: str, unit: str, query: Query, *, width: int = 4,
     return finish(panel, title, meaning, unit, [query], width, FIGURE_HEIGHT)
 
 
-def bars(title: str, meaning: str, unit: str, query: Query, *, width: int = 8, height: int = HEIGHT) -> Panel:
+def bars(title: str, meaning: str, unit: str, query: Query, *, width: int = 8) -> Panel:
     """The newest value of every series as a bar, longest first."""
     panel = (
         bargauge.Panel()
@@ -87,16 +87,8 @@ def bars(title: str, meaning: str, unit: str, query: Query, *, width: int = 8, h
         .min(0)
         .color_scheme(board.FieldColor().mode(models.FieldColorModeId.CONTINUOUS_BL_YL_RD))
     )
-    return finish(
-        panel,
-        title,
-        meaning,
-        unit,
-        [Query(f"sort_desc({query.expression})", query.legend)],
-        width,
-        height,
-        instant=True,
-    )
+    sorted_query = Query(f"sort_desc({query.expression})", query.legend)
+    return finish(panel, title, meaning, unit, [sorted_query], width, HEIGHT, instant=True)
 
 
 def matrix(
@@ -142,12 +134,12 @@ def over_time(title: str, meaning: str, unit: str, query: Query, *, minimum: flo
     return finish(panel, title, meaning, unit, [query], width, HEIGHT)
 
 
-def facts(title: str, meaning: str, query: Query, labels: Sequence[str], *, width: int = 24) -> Panel:
-    """A table of labels, one line a series."""
+def facts(title: str, meaning: str, query: Query, labels: Sequence[str]) -> Panel:
+    """A table of labels over the whole width, one line a series."""
     panel = table.Panel().with_transformation(
         models.DataTransformerConfig(id_val="filterFieldsByName", options={"include": {"names": list(labels)}})
     )
-    return finish(panel, title, meaning, "short", [query], width, HEIGHT - 2, instant=True)
+    return finish(panel, title, meaning, COUNT, [query], 24, HEIGHT - 2, instant=True)
 
 
 def finish(
@@ -163,7 +155,7 @@ def finish(
 ) -> Panel:
     """What all panels have: words, unit, size, source and queries."""
     panel.title(title).description(meaning).unit(unit).span(width).height(height).datasource(DATA_SOURCE)
-    for letter, query in zip("ABCDEFGH", queries, strict=False):
+    for letter, query in zip(ascii_uppercase, queries, strict=False):
         target = prometheus.Dataquery().expr(query.expression).legend_format(query.legend).ref_id(letter)
         if instant:
             target.instant()

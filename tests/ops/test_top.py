@@ -6,6 +6,7 @@ import io
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -16,6 +17,7 @@ from megaflux_serve.cli.app import app
 from megaflux_serve.cli.top import command
 from megaflux_serve.cli.top.figures import figures
 from megaflux_serve.cli.top.scrape import Change, metrics_url, scrape
+from megaflux_serve.cli.top.view import view
 from megaflux_serve.errors import InputError
 
 SERVER = 'engine="vllm",model="tiny"'
@@ -139,9 +141,23 @@ def test_once_prints_tables_and_names_faults(exporter: Exporter) -> None:
     assert done.exit_code == 0
     for shown in ("tiny on vllm 0.27.1", "since the server started", "50.0 %", "1.125", "4 ms", "1.11x"):
         assert shown in done.output
-    assert "rank 0 has been silent for" in done.output  # its last report is of 1970
+    assert "silent for more than 30 s: ranks 0, 1" in done.output  # its last report is of 1970
     assert "requests whose routes were lost: 2 storage" in done.output
     assert "timed out" not in done.output
+
+
+def test_a_small_terminal_shows_the_most_loaded_and_says_how_many_are_left_out(exporter: Exporter) -> None:
+    seen = figures(Change(None, scrape(metrics_url(exporter.address))))
+    rank, layer = seen.ranks[0], seen.layers[0]
+    ranks = tuple(replace(rank, rank=str(i), planned=1 + i / 100, silent_s=1.0) for i in range(64))
+    layers = tuple(replace(layer, name=f"layer-{i}") for i in range(61))
+    console = Console(file=io.StringIO(), width=110)
+    console.print(view("http://a/metrics", replace(seen, ranks=ranks, layers=layers), height=40))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) <= 40
+    assert next(line.split()[0] for line in lines if "━" in line) == "63"
+    assert len([line for line in lines if "more" in line]) == 2
+    assert "layer-0" in "".join(lines)
 
 
 def test_json_holds_every_figure(exporter: Exporter) -> None:

@@ -15,6 +15,8 @@ from rich.table import Table
 from megaflux_serve.cli.top.figures import Balance, Figures, Rank
 
 BAR_CELLS, BAR = 20, " " * 20
+FIXED_LINES = 18
+"""Lines around the rows of ranks and layers: headings, the summary, and the lines that say how many are left out."""
 SILENT_S = 30.0
 """A worker that has been silent for longer is shown as a fault, as in the alert MegafluxWorkerSilent."""
 
@@ -25,12 +27,13 @@ def view(url: str, seen: Figures, height: int | None = None) -> RenderableType:
     Args:
         url: where it comes from.
         seen: the figures.
-        height: lines of the terminal; None shows every layer.
+        height: lines of the terminal; None shows every rank and layer.
     """
-    parts: list[RenderableType] = [heading(url, seen), summary(seen), rank_table(seen.ranks)]
     below = [*hottest(seen), *capture_lines(seen), *faults(seen)]
-    room = None if height is None else max(height - 14 - len(seen.ranks) - len(below), 1)
-    return Group(*parts, layer_table(seen.layers, room), *below)
+    room = len(seen.ranks) + len(seen.layers) if height is None else max(height - FIXED_LINES - len(below), 4)
+    ranks = rank_table(seen.ranks, max(room // 2, room - len(seen.layers)))
+    layers = layer_table(seen.layers, max(room // 2, room - len(seen.ranks)))
+    return Group(heading(url, seen), summary(seen), ranks, layers, *below)
 
 
 def heading(url: str, seen: Figures) -> str:
@@ -66,21 +69,26 @@ def summary(seen: Figures) -> Table:
     return table
 
 
-def rank_table(ranks: Sequence[Rank]) -> Table:
-    """Load and time of every rank; the bar is the load with replicas, full at twice the mean."""
+def rank_table(ranks: Sequence[Rank], room: int) -> Table:
+    """Load and time of the ranks; the bar is the load with replicas, full at twice the mean.
+
+    Where not all fit, the most loaded ones are shown.
+    """
+    shown = ranks if len(ranks) <= room else sorted(ranks, key=lambda rank: rank.planned or 0.0, reverse=True)[:room]
     table = figure_table(
         "rank", "load\nfixed", "\nafter", BAR, "layer\nmean", "\np99", "planner's\nshare", "replica\nslots"
     )
-    for rank in ranks:
+    for rank in shown:
         filled = min(round((rank.planned or 0.0) / 2 * BAR_CELLS), BAR_CELLS)
         times = (duration(rank.layer_s), duration(rank.layer_p99_s), percent(rank.planner_share))
         table.add_row(rank.rank, plain(rank.fixed), plain(rank.planned), "━" * filled, *times, size(rank.slot_bytes))
+    say_rest(table, len(ranks) - len(shown))
     return table
 
 
-def layer_table(layers: Sequence[Balance], room: int | None) -> Table:
+def layer_table(layers: Sequence[Balance], room: int) -> Table:
     """Balance of the layers, the hottest first."""
-    shown = layers if room is None else layers[:room]
+    shown = layers[:room]
     names = (
         "max/mean\nfixed",
         "\nafter",
@@ -102,9 +110,14 @@ def layer_table(layers: Sequence[Balance], room: int | None) -> Table:
             percent(layer.refused),
             size(layer.copied_bytes),
         )
-    if len(shown) < len(layers):
-        table.add_row(f"and {len(layers) - len(shown)} more", style="dim")
+    say_rest(table, len(layers) - len(shown))
     return table
+
+
+def say_rest(table: Table, num_left: int) -> None:
+    """A last line for what is left out."""
+    if num_left:
+        table.add_row(f"and {num_left} more", style="dim")
 
 
 def figure_table(first: str, *others: str) -> Table:
@@ -137,9 +150,8 @@ def capture_lines(seen: Figures) -> list[str]:
 
 def faults(seen: Figures) -> list[str]:
     """What must not be."""
-    lines = [
-        f"rank {rank.rank} has been silent for {rank.silent_s:.0f} s" for rank in seen.ranks if rank.silent_s > SILENT_S
-    ]
+    silent = [rank.rank for rank in seen.ranks if rank.silent_s > SILENT_S]
+    lines = [f"silent for more than {SILENT_S:.0f} s: ranks {', '.join(silent)}"] if silent else []
     lines += counted("waits that timed out", seen.timeouts)
     lines += counted("requests whose routes were lost", seen.capture.dropped if seen.capture else {})
     return [f"[red]{line}[/red]" for line in lines]
