@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Launch choices of the forward kernel on two GPUs.
 #   benchmarks/gpu_sweep.sh tests [CHOICE...]   each on virtual ranks, all at once: at most 120 s
-#   benchmarks/gpu_sweep.sh times [CHOICE...]   one after another on two ranks: at most 140 s, about 13 a choice
+#   benchmarks/gpu_sweep.sh times [CHOICE...]   one after another on two ranks: at most 140 s, about 10 a choice
 cd "$(dirname "$0")/.." || exit
 . benchmarks/gpu_steps.sh
 step=${1:?tests or times}
 shift
-[ $# -gt 0 ] || set -- pool2 gather2 ahead2 skew2 prefetch2 gather4 all2 all4
+[ $# -gt 0 ] || set -- plain ahead gather aheadskew gatherskew
 failed=0 turn=0
 if [ "$step" = tests ]; then
   declare -A running

@@ -22,15 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.bench_layer_forward import ROUTINGS, SHAPES, make_rig, run_case, save, say
 from benchmarks.harness.rows import RESULTS
 
-CHOICES = {  # tiling, CTAs; clusters of four do not fill 132 SMs
-    "pool2": (Tiling(), 132),
-    "gather2": (Tiling(gather=True), 132),
-    "ahead2": (Tiling(gather=True, ahead=True), 132),
-    "skew2": (Tiling(gather=True, skew=True), 132),
-    "prefetch2": (Tiling(gather=True, prefetch=True), 132),
-    "gather4": (Tiling(gather=True, cluster=4), 128),
-    "all2": (Tiling(gather=True, ahead=True, skew=True, prefetch=True), 132),
-    "all4": (Tiling(gather=True, cluster=4, ahead=True, skew=True, prefetch=True), 128),
+CHOICES = {
+    "plain": Tiling(),
+    "ahead": Tiling(ahead=True),
+    "aheadskew": Tiling(ahead=True, skew=True),
+    "gather": Tiling(gather=True, ahead=True),
+    "gatherskew": Tiling(gather=True, ahead=True, skew=True),
 }
 
 
@@ -44,14 +41,13 @@ def main() -> None:
     parser.add_argument("--trace", action="store_true", help="record times inside the kernel instead")
     parser.add_argument("--out", type=Path, default=RESULTS / "layer_forward_sweep.json")
     options = parser.parse_args()
-    options.variants = options.sustained = ("fixed", "pipelined")
+    options.variants = options.sustained = ("fixed",)
     options.peers = options.peer_routings = ()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rows = []
     for choice in options.choices:
-        tiling, num_ctas = CHOICES[choice]
-        config = dataclasses.replace(shared_config(tiling=tiling), num_ctas=num_ctas, trace=options.trace)
+        config = dataclasses.replace(shared_config(), tiling=CHOICES[choice], trace=options.trace)
         for name in options.shapes:
             say(f"{name}: {choice}")
             rig = make_rig(name, options.tokens, config)

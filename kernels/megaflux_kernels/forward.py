@@ -43,11 +43,13 @@ from megaflux_kernels.layout import ShapeError
 from megaflux_kernels.loads import LoadWarp
 from megaflux_kernels.products import K_TILE, MatrixWarps
 from megaflux_kernels.pull import PullWarp, Staging
-from megaflux_kernels.ring import READERS, RING_WORDS, Ring, Scheduler
+from megaflux_kernels.ring import READERS, RING_WORDS, Ring
+from megaflux_kernels.schedule import Scheduler
 from megaflux_kernels.stores import StoreWarp
 from megaflux_kernels.sync.device import words
 from megaflux_kernels.worklist import (
     BLOCK_ROWS,
+    CLUSTER,
     Counters,
     LayerShape,
     Tiling,
@@ -83,24 +85,22 @@ class ForwardConfig:
     trace: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_ctas < 2 or self.num_ctas % self.tiling.cluster:
-            raise ShapeError("num_ctas", self.num_ctas, f"a multiple of {self.tiling.cluster}")
+        if self.num_ctas < CLUSTER or self.num_ctas % CLUSTER:
+            raise ShapeError("num_ctas", self.num_ctas, "an even number of at least 2")
         if not 1 <= self.weight_ctas < self.num_ctas:
             raise ShapeError("weight_ctas", self.weight_ctas, f"1 to {self.num_ctas - 1}")
         if self.tiling.tile_columns != 256:
             raise ShapeError("tile_columns", self.tiling.tile_columns, "256")
 
 
-def shared_config(num_local: int = 1, num_sms: int = 132, tiling: Tiling | None = None) -> ForwardConfig:
+def shared_config(num_local: int = 1, num_sms: int = 132) -> ForwardConfig:
     """Launch choices of each of the ``num_local`` ranks that share a GPU: one, or several *virtual ranks*.
 
     Launches of virtual ranks wait for one another and so must be resident together: each gets an equal, even share of
     the SMs, less a few for the small launches of the other ranks.
     """
-    tiling = tiling or Tiling()
-    cluster = tiling.cluster
-    num_ctas = (num_sms - 4) // num_local // cluster * cluster if num_local > 1 else num_sms // cluster * cluster
-    return ForwardConfig(tiling, num_ctas=num_ctas, weight_ctas=max(1, num_ctas // 8))
+    num_ctas = (num_sms - 4) // num_local // CLUSTER * CLUSTER if num_local > 1 else num_sms // CLUSTER * CLUSTER
+    return ForwardConfig(num_ctas=num_ctas, weight_ctas=max(1, num_ctas // 8))
 
 
 class Forward:
@@ -108,14 +108,13 @@ class Forward:
 
     def __init__(self, shape: LayerShape, config: ForwardConfig) -> None:
         self.shape, self.config, self.columns = shape, config, config.tiling.tile_columns
-        self.cluster = config.tiling.cluster
         self.max_rows = work_bounds(shape, config.tiling).max_rows
         counters = Counters(self.max_rows // BLOCK_ROWS, shape.num_replica_slots)
         self.load_warp = LoadWarp(shape, config.tiling, counters, STAGES, config.trace)
-        self.scheduler = Scheduler(shape, config.tiling, self.load_warp)
+        self.scheduler = Scheduler(self.load_warp, config.tiling)
         self.store_warp = StoreWarp(shape, config.tiling, counters, config.num_ctas, config.trace)
         self.pull_warp = PullWarp(shape, counters, config.tiling.gather)
-        self.matrix_warps = MatrixWarps(shape, self.columns, STAGES, self.store_warp.pitch, config.tiling)
+        self.matrix_warps = MatrixWarps(shape, self.columns, STAGES, self.store_warp.pitch, config.tiling.skew)
 
     @cute.jit
     def __call__(
@@ -185,9 +184,8 @@ class Forward:
                 atoms += ((info[0], info[1]),)
             return atoms
 
-        atoms = (loads(cpasync.CopyBulkTensorTileG2SOp(), 1),)
-        for shift in range_constexpr(1, self.cluster.bit_length()):  # each CTA loads a part into all
-            atoms += (loads(cpasync.CopyBulkTensorTileG2SMulticastOp(), 1 << shift),)
+        whole = loads(cpasync.CopyBulkTensorTileG2SOp(), 1)
+        shared = loads(cpasync.CopyBulkTensorTileG2SMulticastOp(), CLUSTER)  # each CTA loads one half into both
 
         @cute.struct
         class Storage:
@@ -209,10 +207,10 @@ class Forward:
         buffers = Buffers(pool, act, w1, w2)
         tables = Tables(header, tasks, row_source, places, transfers, counters)
         arguments = (peers, flags, error, trace, me, pull_weights, budget_ns)
-        self.kernel(atoms, tiled_mma, row_layout, column_layout, buffers, tables, *arguments).launch(
+        self.kernel(whole, shared, tiled_mma, row_layout, column_layout, buffers, tables, *arguments).launch(
             grid=[self.config.num_ctas, 1, 1],
             block=[THREADS, 1, 1],
-            cluster=[self.cluster, 1, 1],
+            cluster=[CLUSTER, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -220,7 +218,8 @@ class Forward:
     @cute.kernel
     def kernel(
         self,
-        atoms: tuple,
+        whole: tuple,
+        shared: tuple,
         tiled_mma: cute.TiledMma,
         row_layout: cute.ComposedLayout,
         column_layout: cute.ComposedLayout,
@@ -259,7 +258,7 @@ class Forward:
         if warp < 4:
             arch.setmaxregister_decrease(SERVICE_REGISTERS)
             if warp == 0:
-                self.load_warp.run(smem, buffers.pool, atoms, ring, loads, place, tables, ranks, trace)
+                self.load_warp.run(smem, buffers.pool, whole, shared, ring, loads, place, tables, ranks, trace)
             elif warp == 1:
                 self.store_warp.run(staging, staged, pulls_over, ring, place, buffers.act, tables, ranks, trace)
             elif warp == 2:
@@ -272,7 +271,7 @@ class Forward:
                     arch.mbarrier_arrive(pulls_over)
             else:
                 if (place.lane == 0) & (place.member == 0):
-                    self.scheduler.run(ring, tables, buffers, ranks)
+                    self.scheduler.run(ring, tables, ranks)
         else:
             arch.setmaxregister_increase(MATRIX_REGISTERS)
             self.matrix_warps.run(smem, tiled_mma, loads, staging, staged, ring, warp, place)
@@ -286,10 +285,10 @@ class Forward:
         init = arch.mbarrier_init
         for i in range_constexpr(STAGES):
             init(storage.load_full.data_ptr() + i, self.load_warp.arrivals)
-            init(storage.load_empty.data_ptr() + i, 8 * self.cluster)  # every matrix warp of the cluster
+            init(storage.load_empty.data_ptr() + i, 8 * CLUSTER)  # every matrix warp of both CTAs
         for i in range_constexpr(RING_WORDS):
             init(storage.ring_full.data_ptr() + i, 1)
-            init(storage.ring_empty.data_ptr() + i, READERS * self.cluster)
+            init(storage.ring_empty.data_ptr() + i, READERS)
         for i in range_constexpr(2):
             init(storage.staged_full.data_ptr() + i, 4)  # the warps of one warpgroup
             init(storage.staged_empty.data_ptr() + i, 1)

@@ -1,12 +1,10 @@
 """The load warp: waits for what a task needs, then brings its K tiles into the load ring by TMA.
 
 Decides when a task may begin: rows or activations of its block have been counted and, for a gated task, the weights of
-its slot. The CTAs of a cluster share operands: each loads a part into all.
+its slot. The two CTAs of a cluster share one operand: each loads half of it into both.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -17,24 +15,11 @@ from megaflux_kernels import ptx
 from megaflux_kernels.launch import TRACE_WORDS, Place, Ranks, Tables, wait_budget, wait_counter
 from megaflux_kernels.layout import Wait
 from megaflux_kernels.products import K_TILE
-from megaflux_kernels.ring import Task, advance, take_task
+from megaflux_kernels.ring import advance, take_task, unpack_task
 from megaflux_kernels.sync.device import doubles, words
-from megaflux_kernels.worklist import BLOCK_ROWS, SOURCE_SHIFT, Counters, Kind, LayerShape, Tiling
+from megaflux_kernels.worklist import BLOCK_ROWS, CLUSTER, SOURCE_SHIFT, Counters, Kind, LayerShape, Tiling
 
 arch = cute.arch
-
-
-class Operand(NamedTuple):
-    """A TMA operand: atom, stages in shared memory, tiles in global memory, and who receives a load."""
-
-    atom: cute.CopyAtom
-    stages: cute.Tensor
-    tiles: cute.Tensor
-    options: dict
-
-    def copy(self, tile, stage, barrier) -> None:
-        """Load a tile into a stage, by the whole warp; completes on the barrier of every CTA that receives it."""
-        cute.copy(self.atom, tile, self.stages[None, stage], tma_bar_ptr=barrier, **self.options)
 
 
 class LoadWarp:
@@ -54,22 +39,25 @@ class LoadWarp:
         self.w1_tile = (self.columns // 2, 2)  # the gate rows, then the up rows of the same columns
         self.fc1_tiles = tiling.fc1_tiles(shape)
         self.stage_bytes = 2 * (BLOCK_ROWS + self.columns) * K_TILE
-        self.gather, self.hints, self.ahead = tiling.gather, tiling.hints, tiling.ahead
+        self.gather, self.ahead = tiling.gather, tiling.ahead
         self.arrivals = 1 + 32 if tiling.gather else 1
 
     @cute.jit
-    def run(self, smem, pool: Int64, atoms, ring, barriers, place: Place, tables: Tables, ranks: Ranks, trace: Int64):
+    def run(
+        self, smem, pool: Int64, whole, shared, ring, barriers, place: Place, tables: Tables, ranks: Ranks, trace: Int64
+    ):
         """Load every task of this CTA.
 
         Args:
             smem: shared-memory stages of rows and of columns.
-            atoms: (TMA atom, tensor) of pool rows, W1, act rows, W2, alone, as halves of a multicast, as quarters.
+            whole, shared: (TMA atom, tensor) of pool rows, W1, act rows, W2, alone and as halves of a multicast.
             ring: task ring.
             barriers: (full, empty) of the load ring.
             place, counters, ranks, trace: see ``launch.py``.
         """
         operands = ((smem[0], BLOCK_ROWS), (smem[1], self.w1_tile), (smem[0], BLOCK_ROWS), (smem[1], self.columns))
-        sharing = [self.share(atoms, operands, place.member, shift) for shift in range(len(atoms))]
+        alone = [partition(*whole[i], *operands[i], Int32(0), 1) for i in range(4)]
+        halves = [partition(*shared[i], *operands[i], place.member, CLUSTER) for i in range(4)]
         fc1_k, fc2_k = self.shape.hidden // K_TILE, self.shape.intermediate // K_TILE
         stage, phase, index, turn = Int32(0), Int32(0), Int32(0), Int32(0)
         budget = 2 * wait_budget(ranks)  # the wait for another rank, if that is the cause, fails first
@@ -90,22 +78,22 @@ class LoadWarp:
                 else:
                     fc2_wait += since
             position = (stage, phase)
-            units = []
-            if const_expr(self.gather):
-                units = row_units(self.shape, tables.row_source, task.block, place.lane)
-            for shift in range_constexpr(len(atoms)):
-                if task.log_width == shift:
-                    rows, w1, act, w2 = sharing[shift]
-                    if task.kind == int(Kind.FC1):
-                        if const_expr(self.gather):
-                            at = ((task.tile, 0), task.slot)
-                            position = self.gather_tiles(smem[0], pool, w1, units, at, barriers, position, place.lane)
-                        else:
-                            at = (task.block, (task.tile, 0), task.slot)
-                            position = self.load_tiles(rows, w1, at, fc1_k, barriers, position)
-                    else:
-                        at = (task.block, task.tile, task.slot)
-                        position = self.load_tiles(act, w2, at, fc2_k, barriers, position)
+            if task.kind == int(Kind.FC1):
+                at = (task.block, (task.tile, 0), task.slot)
+                if const_expr(self.gather):
+                    position = self.gather_task(
+                        smem[0], pool, alone[1], halves[1], tables.row_source, task, barriers, position, place.lane
+                    )
+                elif task.share_rows == 1:
+                    position = self.load_tiles(halves[0], alone[1], at, fc1_k, barriers, position, True)
+                else:
+                    position = self.load_tiles(alone[0], halves[1], at, fc1_k, barriers, position, False)
+            else:
+                at = (task.block, task.tile, task.slot)
+                if task.share_rows == 1:
+                    position = self.load_tiles(halves[2], alone[3], at, fc2_k, barriers, position, True)
+                else:
+                    position = self.load_tiles(alone[2], halves[3], at, fc2_k, barriers, position, False)
             stage, phase = position
             task, index, turn = take_task(ring, index, turn, place)
         if const_expr(self.trace):
@@ -115,19 +103,10 @@ class LoadWarp:
 
     @cute.jit
     def await_word(self, word, counters: Int64, ranks: Ranks, budget):
-        """One lane waits for the inputs of all CTAs of a word."""
+        """One lane waits for the inputs of both CTAs of a word; returns the budget."""
         low, high = Int32(word & 0xFFFFFFFF), Int32(word >> 32)
-        width = Int32(1) << ((high >> 26) & 3)
-        for i in cutlass.range(width, unroll=1):
-            task = Task(
-                (low & 0xFFFFFF) + i,
-                Int32(0),
-                (high >> 8) & 0xFFFF,
-                (high >> 24) & 3,
-                Int32(0),
-                (high >> 28) & 1,
-            )
-            budget = self.wait_for_inputs(counters, task, ranks, budget)
+        for member in cutlass.range(CLUSTER, unroll=1):
+            budget = self.wait_for_inputs(counters, unpack_task(low, high, member), ranks, budget)
         return budget
 
     @cute.jit
@@ -148,25 +127,20 @@ class LoadWarp:
                 budget = wait_counter(weights + 4, shape.w2_pieces, Wait.REPLICA_W2, replica, ranks, budget)
         return budget
 
-    def share(self, atoms, operands, member, shift: int) -> list[Operand]:
-        """Operands of a word for 2**shift blocks: so many CTAs share its columns, the others its rows."""
-        width, cluster = 1 << shift, 1 << len(atoms) - 1
-        block, tile = member & (width - 1), member >> shift
-        same_block = sum(1 << i for i in range(0, cluster, width))
-        result = []
-        for i, operand in enumerate(operands):
-            is_row = i % 2 == 0
-            number, mine = (cluster // width, tile) if is_row else (width, block)
-            mask = same_block << block if is_row else ((1 << width) - 1) << (tile << shift)
-            options = {"mcast_mask": Int16(mask)} if number > 1 else {}
-            if self.hints and not is_row:
-                options["cache_policy"] = Int64(ptx.EVICT_FIRST)
-            atom = atoms[number.bit_length() - 1][i]
-            result.append(Operand(*partition(*atom, *operand, mine if number > 1 else Int32(0), number), options))
-        return result
+    @cute.jit
+    def gather_task(self, rows, pool: Int64, alone, halves, row_source: Int64, task, barriers, position, lane):
+        """All K tiles of an FC1 task: rows one by one, 16 bytes a lane, weights by TMA."""
+        units = row_units(self.shape, row_source, task.block, lane)
+        at = ((task.tile, 0), task.slot)
+        if task.share_rows == 1:
+            position = self.gather_tiles(rows, pool, alone, {}, units, at, barriers, position, lane)
+        else:
+            both = {"mcast_mask": Int16((1 << CLUSTER) - 1)}
+            position = self.gather_tiles(rows, pool, halves, both, units, at, barriers, position, lane)
+        return position
 
     @cute.jit
-    def gather_tiles(self, rows, pool: Int64, columns: Operand, units, at, barriers, position, lane):
+    def gather_tiles(self, rows, pool: Int64, columns, options, units, at, barriers, position, lane):
         """``gather_task`` with weights alone or shared.
 
         Rows are swizzled as TMA would: chunk c of row r lies at c ^ r % 8.
@@ -174,38 +148,43 @@ class LoadWarp:
         full, empty = barriers
         stage, phase = position
         tile, slot = at
-        column_tiles = columns.tiles[None, tile, None, slot]
+        column_tiles = columns[2][None, tile, None, slot]
         base = Int32(rows.iterator.toint()) + lane // 8 * 128
         even, odd = base + ((lane % 8) ^ (lane // 8)) * 16, base + ((lane % 8) ^ (lane // 8 + 4)) * 16
         for k in cutlass.range(self.shape.hidden // K_TILE, unroll=1):
             arch.mbarrier_wait(empty + stage, phase ^ 1)
             with arch.elect_one():
                 arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * self.columns * K_TILE)
-            columns.copy(column_tiles[None, k], stage, full + stage)
+            cute.copy(columns[0], column_tiles[None, k], columns[1][None, stage], tma_bar_ptr=full + stage, **options)
             source, shift = pool + (k * 2 * K_TILE + lane % 8 * 16), stage * (2 * BLOCK_ROWS * K_TILE)
             for i in range_constexpr(BLOCK_ROWS // 4):
                 to = (odd if i % 2 else even) + shift + i * 512
-                ptx.copy_async(to, source + Int64(units[i]) * 16, self.hints)
+                ptx.copy_async(to, source + Int64(units[i]) * 16)
             arch.cp_async_mbarrier_arrive_noinc(full + stage)
             stage, phase = advance(stage, phase, self.stages)
         return stage, phase
 
     @cute.jit
-    def load_tiles(self, rows: Operand, columns: Operand, at, num_k: cutlass.Constexpr, barriers, position):
-        """TMA loads of all K tiles of a task; returns the next position."""
+    def load_tiles(
+        self, rows, columns, at, num_k: cutlass.Constexpr, barriers, position, share_rows: cutlass.Constexpr
+    ):
+        """TMA loads of all K tiles of a task; one operand is shared by the cluster. Returns the next position."""
         full, empty = barriers
         block, tile, slot = at
         stage, phase = position
-        row_tiles, column_tiles = rows.tiles[None, block, None], columns.tiles[None, tile, None, slot]
+        row_tiles, column_tiles = rows[2][None, block, None], columns[2][None, tile, None, slot]
+        both = {"mcast_mask": Int16((1 << CLUSTER) - 1)}
+        row_options, column_options = (both, {}) if const_expr(share_rows) else ({}, both)
         for k in cutlass.range(num_k, unroll=1):
             arch.mbarrier_wait(empty + stage, phase ^ 1)
             with arch.elect_one():
                 arch.mbarrier_arrive_and_expect_tx(full + stage, self.stage_bytes)
+            row_stage, column_stage = rows[1][None, stage], columns[1][None, stage]
             if const_expr(self.gather):
                 with arch.elect_one():
                     ptx.arrive_many(Int32((full + stage).toint()), 32)
-            rows.copy(row_tiles[None, k], stage, full + stage)
-            columns.copy(column_tiles[None, k], stage, full + stage)
+            cute.copy(rows[0], row_tiles[None, k], row_stage, tma_bar_ptr=full + stage, **row_options)
+            cute.copy(columns[0], column_tiles[None, k], column_stage, tma_bar_ptr=full + stage, **column_options)
             stage, phase = advance(stage, phase, self.stages)
         return stage, phase
 

@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import warpgroup
 from megaflux_kernels import ptx
 from megaflux_kernels.launch import Place
 from megaflux_kernels.ring import advance, take_task
-from megaflux_kernels.worklist import BLOCK_ROWS, Kind, LayerShape, Tiling
+from megaflux_kernels.worklist import BLOCK_ROWS, Kind, LayerShape
 
 arch = cute.arch
 K_TILE = 64
@@ -25,9 +25,9 @@ TURN = 1
 
 
 @cute.jit
-def release_stage(barrier, lane, cluster: cutlass.Constexpr):
-    """A warp is done with a stage: tell all CTAs of the cluster, since each may write into it."""
-    if lane < cluster:
+def release_stage(barrier, lane):
+    """A warp is done with a stage: tell both CTAs of the cluster, since either may write into it."""
+    if lane < 2:
         arch.mbarrier_arrive(barrier, lane)
 
 
@@ -44,17 +44,7 @@ def multiply_stage(operation, accumulator, rows, columns, stage, first: cutlass.
 
 @cute.jit
 def multiply(
-    operands,
-    barriers,
-    num_k_tiles,
-    stage,
-    phase,
-    num_stages: cutlass.Constexpr,
-    lane,
-    cluster: cutlass.Constexpr,
-    gather: cutlass.Constexpr,
-    skew: cutlass.Constexpr,
-    group,
+    operands, barriers, num_k_tiles, stage, phase, num_stages: cutlass.Constexpr, lane, skew: cutlass.Constexpr, group
 ):
     """accumulator = rows @ columns.T over ``num_k_tiles`` stages of the load ring, one WGMMA group kept in flight.
 
@@ -72,8 +62,6 @@ def multiply(
     operation, accumulator, rows, columns = operands
     full, empty = barriers
     arch.mbarrier_wait(full + stage, phase)
-    if const_expr(gather):
-        arch.fence_proxy("async.shared", space="cta")
     if const_expr(skew):
         if group == 1:
             arch.barrier(barrier_id=TURN, number_of_threads=256)
@@ -85,15 +73,13 @@ def multiply(
     stage, phase = advance(stage, phase, num_stages)
     for _ in cutlass.range(num_k_tiles - 1, unroll=1):
         arch.mbarrier_wait(full + stage, phase)
-        if const_expr(gather):
-            arch.fence_proxy("async.shared", space="cta")
         multiply_stage(operation, accumulator, rows, columns, stage, False)
         warpgroup.wait_group(1)
-        release_stage(empty + previous, lane, cluster)
+        release_stage(empty + previous, lane)
         previous = stage
         stage, phase = advance(stage, phase, num_stages)
     warpgroup.wait_group(0)
-    release_stage(empty + previous, lane, cluster)
+    release_stage(empty + previous, lane)
     return stage, phase
 
 
@@ -140,9 +126,8 @@ class MatrixWarps:
         pitch: bytes from one staged row to the next.
     """
 
-    def __init__(self, shape: LayerShape, columns: int, stages: int, pitch: int, tiling: Tiling) -> None:
-        self.gather, self.cluster = tiling.gather, tiling.cluster
-        self.skew = tiling.skew and min(shape.hidden, shape.intermediate) >= (stages + 1) * K_TILE
+    def __init__(self, shape: LayerShape, columns: int, stages: int, pitch: int, skew: bool) -> None:
+        self.skew = skew and min(shape.hidden, shape.intermediate) >= (stages + 1) * K_TILE
         self.shape, self.columns, self.stages, self.pitch = shape, columns, stages, pitch
 
     @cute.jit
@@ -174,9 +159,7 @@ class MatrixWarps:
             num_k = Int32(self.shape.hidden // K_TILE)
             if task.kind == int(Kind.FC2):
                 num_k = Int32(self.shape.intermediate // K_TILE)
-            stage, phase = multiply(
-                operands, loads, num_k, stage, phase, self.stages, lane, self.cluster, self.gather, self.skew, group
-            )
+            stage, phase = multiply(operands, loads, num_k, stage, phase, self.stages, lane, self.skew, group)
             if task.kind == int(Kind.FC1):
                 stage_rows(accumulator, True, self.columns // 2, address, buffer, buffer_phase, lane)
             else:

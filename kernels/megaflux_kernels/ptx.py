@@ -6,13 +6,9 @@ Global addresses are Int64, shared-memory addresses Int32 (of the shared window)
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
 arch = cute.arch
-
-
-EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
-"""L2 policies: of data that nobody reads again soon, of data to be kept."""
 
 
 def bulk_load(shared, source, num_bytes, barrier) -> None:
@@ -23,33 +19,16 @@ def bulk_load(shared, source, num_bytes, barrier) -> None:
     )
 
 
-def bulk_store(destination, shared, num_bytes, once: bool = False) -> None:
+def bulk_store(destination, shared, num_bytes) -> None:
     """Copy shared to global memory, own or a peer's; belongs to the calling thread's next bulk group."""
-    if once:
-        arch.inline_ptx(
-            "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [{$r0}], [{$r1}], {$r2}, {$r3};",
-            read_only_args=[destination, shared, Int32(num_bytes), Int64(EVICT_FIRST)],
-        )
-        return
     arch.inline_ptx(
         "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
         read_only_args=[destination, shared, Int32(num_bytes)],
     )
 
 
-def prefetch(source, num_bytes) -> None:
-    """Bring global memory into L2; 16-byte aligned."""
-    arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[source, Int32(num_bytes)])
-
-
-def copy_async(shared, source, keep: bool = False) -> None:
+def copy_async(shared, source) -> None:
     """Copy 16 bytes from global to shared memory, past L1; ``arch.cp_async_mbarrier_arrive_noinc`` tells of the end."""
-    if keep:
-        arch.inline_ptx(
-            "cp.async.cg.shared.global.L2::cache_hint.L2::128B [{$r0}], [{$r1}], 16, {$r2};",
-            read_only_args=[shared, source, Int64(EVICT_LAST)],
-        )
-        return
     arch.inline_ptx("cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16;", read_only_args=[shared, source])
 
 

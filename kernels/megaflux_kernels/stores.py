@@ -26,7 +26,7 @@ from megaflux_kernels.peers import PEER_WORDS, Peer
 from megaflux_kernels.products import WARPGROUP_ROWS
 from megaflux_kernels.ring import take_task
 from megaflux_kernels.sync.device import doubles, words
-from megaflux_kernels.worklist import BLOCK_ROWS, SOURCE_SHIFT, Counters, Kind, LayerShape, Tiling
+from megaflux_kernels.worklist import BLOCK_ROWS, CLUSTER, SOURCE_SHIFT, Counters, Kind, LayerShape, Tiling
 
 arch = cute.arch
 ROW_PAD = 16
@@ -47,7 +47,7 @@ class StoreWarp:
 
     def __init__(self, shape: LayerShape, tiling: Tiling, counters: Counters, num_ctas: int, trace: bool) -> None:
         self.shape, self.counters, self.num_ctas, self.trace = shape, counters, num_ctas, trace
-        self.columns, self.cluster, self.hints = tiling.tile_columns, tiling.cluster, tiling.hints
+        self.columns = tiling.tile_columns
         self.pitch = 2 * self.columns + ROW_PAD
 
     @property
@@ -75,8 +75,8 @@ class StoreWarp:
             if task.kind == int(Kind.FC1):
                 first = act + (Int64(row) * intermediate + task.tile * half) * 2
                 rows = [first + 64 * i * intermediate for i in range(ROWS_PER_LANE)]
-                width = existing_columns(task.tile, half, intermediate, self.cluster)
-                phase = self.store_rows(staging, barriers, rows, width, lane, phase, False)
+                width = existing_columns(task.tile, half, intermediate)
+                phase = self.store_rows(staging, barriers, rows, width, lane, phase)
                 arch.cp_async_bulk_wait_group(0)  # written, not only read from shared memory
                 arch.fence_proxy("async.global")
                 arch.sync_warp()
@@ -85,8 +85,8 @@ class StoreWarp:
                     arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
             else:
                 rows = self.result_rows(tables.row_source, row, ranks, task.tile * (2 * self.columns))
-                width = existing_columns(task.tile, self.columns, hidden, self.cluster)
-                phase = self.store_rows(staging, barriers, rows, width, lane, phase, self.hints)
+                width = existing_columns(task.tile, self.columns, hidden)
+                phase = self.store_rows(staging, barriers, rows, width, lane, phase)
             task, index, turn = take_task(ring, index, turn, place)
         mark(trace, place, 4, self.trace)
         arch.cp_async_bulk_wait_group(0)
@@ -112,7 +112,7 @@ class StoreWarp:
         return rows
 
     @cute.jit
-    def store_rows(self, staging, barriers, rows, width, lane, phase, once: cutlass.Constexpr):
+    def store_rows(self, staging, barriers, rows, width, lane, phase):
         """Staged rows of both warpgroups to this lane's addresses, ``width`` columns each; returns the next phase."""
         full, empty = barriers
         for group in range_constexpr(2):
@@ -120,7 +120,7 @@ class StoreWarp:
             for i in range_constexpr(2):
                 if (rows[2 * group + i] != 0) & (width > 0):
                     staged = staging + ((2 * group + i) * 32 + lane) * self.pitch
-                    ptx.bulk_store(rows[2 * group + i], staged, 2 * width, once)
+                    ptx.bulk_store(rows[2 * group + i], staged, 2 * width)
             arch.cp_async_bulk_commit_group()
         for group in range_constexpr(2):
             arch.cp_async_bulk_wait_group(1 - group, read=True)
@@ -145,9 +145,9 @@ class StoreWarp:
             await_peers(lane, ranks, DONE, num_ranks, Wait.RESULTS)
 
 
-def existing_columns(tile, width: int, total: int, cluster: int):
+def existing_columns(tile, width: int, total: int):
     """Columns of a tile that exist, 0 for a tile beyond the end."""
-    if total % (cluster * width) == 0:
+    if total % (CLUSTER * width) == 0:
         return Int32(width)
     return cutlass.max(cutlass.min(Int32(total) - tile * width, Int32(width)), Int32(0))
 

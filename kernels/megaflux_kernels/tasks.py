@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr, range_constexpr
+from cutlass import Int32, Int64, const_expr
 
 from megaflux_kernels.slots import warp_prefix
-from megaflux_kernels.worklist import Kind, LayerShape, Tiling, group_words
+from megaflux_kernels.worklist import CLUSTER, Kind, LayerShape, Tiling, group_words
 
 arch = cute.arch
 
@@ -35,10 +35,9 @@ class Tasks:
     """Device code; one instance a layer shape and tiling."""
 
     def __init__(self, shape: LayerShape, tiling: Tiling) -> None:
-        self.cluster, self.log_cluster = tiling.cluster, tiling.cluster.bit_length() - 1
         self.slots, self.group, self.lag = shape.slots, tiling.group_blocks, tiling.lag
         self.tiles = (tiling.fc1_tiles(shape), tiling.fc2_tiles(shape))
-        self.full_words = tuple(group_words(self.group, tiles, tiling.cluster) for tiles in self.tiles)
+        self.full_words = tuple(group_words(self.group, tiles) for tiles in self.tiles)
         self.num_words = 4 * (self.slots + 1)
 
     def prefix_at(self, base) -> TaskPrefix:
@@ -49,15 +48,8 @@ class Tasks:
     @cute.jit
     def words_of(self, size: Int32, kind: cutlass.Constexpr):
         """Task words of one product of a group of ``size`` blocks: ``worklist.group_words``."""
-        return self.words_of_tiles(size, self.tiles[kind])
-
-    @cute.jit
-    def words_of_tiles(self, size: Int32, tiles: Int32):
-        """Task words of ``tiles`` tiles of a group."""
-        num = size // self.cluster * tiles
-        for shift in range_constexpr(self.log_cluster):
-            num += (size >> shift & 1) * ((tiles * (1 << shift) + self.cluster - 1) // self.cluster)
-        return num
+        tiles = self.tiles[kind]
+        return size // CLUSTER * tiles + size % CLUSTER * (-(-tiles // CLUSTER))
 
     @cute.jit
     def sum_slots(self, prefix: TaskPrefix, slot_blocks: cute.Tensor, lane: Int32):
@@ -167,43 +159,18 @@ class Tasks:
         if slot >= home_slots:
             gated = (arriving >> (slot - home_slots)) & 1
         start = self.start_of(prefix, group, kind)
-        whole, a_band = size // self.cluster, self.words_of_tiles(size, self.cluster)
+        pairs, single = size // CLUSTER, size % CLUSTER
         for index in cutlass.range(lane, self.words_of(size, kind), 32):
-            band = index // a_band
-            within = index - band * a_band
-            num_tiles = cutlass.min(Int32(self.cluster), tiles - band * self.cluster)
-            part = cutlass.min(within // num_tiles, whole)
-            within -= part * num_tiles
-            block, tile = first + part * self.cluster, band * self.cluster + within
-            log_width = Int32(self.log_cluster)
-            if part == whole:
-                block, tile, log_width = self.rest_word(size, block, band * self.cluster, within, num_tiles)
-            low = Int64(block) | (Int64(tile) << 24) | (Int64(slot) << 40)
-            flags = gated | (Int32(block == first) << 1)
-            tasks[start + index] = low | (Int64(int(kind)) << 56) | (Int64(log_width) << 58) | (Int64(flags) << 60)
-
-    @cute.jit
-    def rest_word(self, size: Int32, block: Int32, tile: Int32, within: Int32, num_tiles: Int32):
-        """(block, tile, log2(width)) of word ``within`` of a band's words for the last blocks of a group.
-
-        Args:
-            size: blocks of the group.
-            block: the first block left over.
-            tile: first tile of the band.
-            within: index.
-            num_tiles: tiles of the band.
-        """
-        log_width, found = Int32(0), Int32(0)
-        for shift in range_constexpr(self.log_cluster - 1, -1, -1):
-            words = (size >> shift & 1) * ((num_tiles * (1 << shift) + self.cluster - 1) // self.cluster)
-            if found == 0:
-                if within < words:
-                    found, log_width = Int32(1), Int32(shift)
-                    tile += within * (self.cluster >> shift)
-                else:
-                    within -= words
-                    block += (size >> shift & 1) << shift
-        return block, tile, log_width
+            band = index // (pairs * CLUSTER + single)
+            within = index - band * (pairs * CLUSTER + single)
+            width = cutlass.min(Int32(CLUSTER), tiles - band * CLUSTER)
+            pair = within // width
+            tile, share = band * CLUSTER + within - pair * width, Int32(0)
+            if pair >= pairs:
+                pair, tile, share = pairs, band * CLUSTER, Int32(1)
+            low = Int64(first + pair * CLUSTER) | (Int64(tile) << 24) | (Int64(slot) << 40)
+            position = start + index
+            tasks[position] = low | (Int64(int(kind)) << 56) | (Int64(share) << 58) | (Int64(gated) << 59)
 
 
 __all__ = ["TaskPrefix", "Tasks"]

@@ -43,6 +43,9 @@ from megaflux_kernels.layout import ShapeError
 BLOCK_ROWS = 128
 """Rows of a token block; the M extent of every tile."""
 
+CLUSTER = 2
+"""CTAs that take one task word together: two blocks and one N tile, or one block and two N tiles."""
+
 MAX_PIECE_BYTES = 4096
 """A row or a weight tensor crosses a link in pieces of at most this size: one bulk copy, one shared-memory stage."""
 
@@ -163,20 +166,15 @@ class Tiling:
         tile_columns: N extent of a tile. FC1 tiles hold gate and up columns, so they yield half as many activations.
         group_blocks: blocks of one slot whose tiles are computed together, so that weights are reused from L2.
         lag: FC1 task words between the end of a group's FC1 and its FC2, so that FC2 need not wait.
-        cluster: CTAs that take one task word together, 2 or 4: as many blocks and one N tile, or for the blocks left
-            over half as many and two tiles, and so on.
         gather: FC1 reads token rows where they lie, instead of a copy of them in pool order.
     """
 
     tile_columns: int = 256
     group_blocks: int = 16
     lag: int = 128
-    cluster: int = 2
     gather: bool = False
-    hints: bool = False
-    prefetch: bool = False
-    skew: bool = False
     ahead: bool = False
+    skew: bool = False
 
     def fc1_tiles(self, shape: LayerShape) -> int:
         """N tiles of FC1."""
@@ -244,29 +242,27 @@ def work_bounds(shape: LayerShape, tiling: Tiling = Tiling()) -> WorkBounds:
     used_slots = min(shape.slots, rows)
     max_blocks = (rows + (BLOCK_ROWS - 1) * used_slots) // BLOCK_ROWS
     tiles = (tiling.fc1_tiles(shape), tiling.fc2_tiles(shape))
-    words_a_block = sum(-(-n // tiling.cluster) for n in tiles)
+    words_a_block = sum(-(-n // CLUSTER) for n in tiles)
     return WorkBounds(max_blocks, max_blocks * BLOCK_ROWS, max_blocks * words_a_block, shape.num_replica_slots)
 
 
 # ---- task stream --------------------------------------------------------------------------------------------------
 
 
-def pack_task(kind: int, block: int, tile: int, slot: int, width: int, gated: bool, leads: bool) -> int:
-    """A task word: block in bits 0-23, tile in 24-39, slot in 40-55, kind in 56-57, log2(width) in 58-59, flags above.
+def pack_task(kind: int, block: int, tile: int, slot: int, share_rows: bool, gated: bool) -> int:
+    """A task word: block in bits 0-23, N tile in 24-39, slot in 40-55, kind in 56-57, share_rows in 58, gated in 59.
 
-    The word is for ``width`` blocks from ``block`` on, a power of two, and ``cluster / width`` tiles from ``tile`` on:
-    CTA c of the cluster takes block + c % width and tile + c // width. A tile beyond the last is computed on zeros and
-    not stored. A *gated* task (bit 60) waits for its slot's weights, which arrive in this launch. One that *leads* (61)
-    is the first of its group to need its weights.
+    CTA c of the cluster takes block + c and the tile, or, with ``share_rows``, the block and tile + c; a tile beyond
+    the last is computed on zeros and not stored. A *gated* task waits for its slot's weights,
+    which arrive in this launch.
     """
-    width_bits = (width.bit_length() - 1) << 58
-    return block | tile << 24 | slot << 40 | kind << 56 | width_bits | gated << 60 | leads << 61
+    return block | tile << 24 | slot << 40 | kind << 56 | share_rows << 58 | gated << 59
 
 
-def unpack_task(word: int) -> tuple[Kind, int, int, int, int, bool, bool]:
-    """(kind, block, tile, slot, width, gated, leads) of a task word."""
+def unpack_task(word: int) -> tuple[Kind, int, int, int, bool, bool]:
+    """(kind, block, tile, slot, share_rows, gated) of a task word."""
     fields = word & 0xFFFFFF, word >> 24 & 0xFFFF, word >> 40 & 0xFFFF
-    return Kind(word >> 56 & 3), *fields, 1 << (word >> 58 & 3), bool(word >> 60 & 1), bool(word >> 61 & 1)
+    return Kind(word >> 56 & 3), *fields, bool(word >> 58 & 1), bool(word >> 59 & 1)
 
 
 @dataclass(frozen=True)
@@ -299,39 +295,25 @@ def block_groups(blocks_per_slot: NDArray[Any], group_blocks: int) -> Groups:
     return Groups(first, np.minimum(group_blocks, blocks[slot] - within * group_blocks), slot)
 
 
-def group_words(size: int, tiles: int, cluster: int) -> int:
-    """Task words of one product of a group: a word a tile for ``cluster`` blocks, then those for the last blocks."""
-    return size // cluster * tiles + sum(-(-tiles * width // cluster) for width in rest_widths(size, cluster))
+def group_words(size: int, tiles: int) -> int:
+    """Task words of one product of a group: a pair takes a word a tile, a single block a word for two tiles."""
+    pairs, single = divmod(size, CLUSTER)
+    return pairs * tiles + single * -(-tiles // CLUSTER)
 
 
-def rest_widths(size: int, cluster: int) -> list[int]:
-    """Widths of the words for the last ``size % cluster`` blocks: its powers of two, largest first."""
-    return [width for width in (2, 1) if width < cluster and size & width]
-
-
-def group_word(index: int, first: int, size: int, slot: int, gated: bool, kind: Kind, tiles: int, cluster: int) -> int:
+def group_word(index: int, first: int, size: int, slot: int, gated: bool, kind: Kind, tiles: int) -> int:
     """Word ``index`` of one product of a group, in closed form: the route kernel computes each word by itself.
 
-    ``cluster`` N tiles are computed for all blocks of the group before the next ones, so that at any time few weight
-    columns are live: the words of such a *band* are, for each ``cluster`` blocks, one for each of its tiles, then those
-    for the blocks left over.
+    Two N tiles are computed for all blocks of the group before the next two, so that at any time few weight columns are
+    live: the words of such a *band* are, pair by pair, one for each of its tiles, then one for a block left over.
     """
-    band, index = divmod(index, group_words(size, cluster, cluster))
-    num_tiles = min(cluster, tiles - band * cluster)
-    whole = min(index // num_tiles, size // cluster)
-    if whole < size // cluster:
-        tile = band * cluster + index % num_tiles
-        return pack_task(kind, first + whole * cluster, tile, slot, cluster, gated, whole == 0)
-    index -= whole * num_tiles
-    block = first + whole * cluster
-    for width in rest_widths(size, cluster):
-        words = -(-num_tiles * width // cluster)
-        if index < words:
-            break
-        index -= words
-        block += width
-    tile = band * cluster + index * (cluster // width)
-    return pack_task(kind, block, tile, slot, width, gated, block == first)
+    pairs, single = divmod(size, CLUSTER)
+    band, index = divmod(index, pairs * CLUSTER + single)
+    width = min(CLUSTER, tiles - band * CLUSTER)
+    pair, tile = divmod(index, width)
+    if pair < pairs:
+        return pack_task(kind, first + pair * CLUSTER, band * CLUSTER + tile, slot, False, gated)
+    return pack_task(kind, first + pairs * CLUSTER, band * CLUSTER, slot, True, gated)
 
 
 def task_stream(
@@ -352,7 +334,7 @@ def task_stream(
     groups = block_groups(blocks_per_slot, tiling.group_blocks)
     tiles = {Kind.FC1: tiling.fc1_tiles(shape), Kind.FC2: tiling.fc2_tiles(shape)}
     fc1_until, fc2_until = (
-        np.cumsum([0, *(group_words(int(size), n, tiling.cluster) for size in groups.size)]) for n in tiles.values()
+        np.cumsum([0, *(group_words(int(size), n) for size in groups.size)]) for n in tiles.values()
     )
     end = fc1_until[1:]
     after = np.minimum(np.searchsorted(end, end + tiling.lag), max(0, end.size - 1))  # h(g)
@@ -361,9 +343,8 @@ def task_stream(
     stream = np.full(int(fc1_until[-1] + fc2_until[-1]), -1, dtype=np.int64)
     for kind, n in tiles.items():
         for at, first, size, slot in zip(start[kind], groups.first, groups.size, groups.slot, strict=True):
-            for i in range(group_words(int(size), n, tiling.cluster)):
-                where = (int(first), int(size), int(slot))
-                stream[at + i] = group_word(i, *where, slot in arriving, kind, n, tiling.cluster)
+            for i in range(group_words(int(size), n)):
+                stream[at + i] = group_word(i, int(first), int(size), int(slot), slot in arriving, kind, n)
     return stream
 
 
@@ -432,6 +413,7 @@ def forward_work(
 
 __all__ = [
     "BLOCK_ROWS",
+    "CLUSTER",
     "HEADER_WORDS",
     "SOURCE_SHIFT",
     "Counters",

@@ -49,14 +49,11 @@ def assert_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
 
 
 TILINGS = {
-    "pool2": Tiling(),
-    "gather2": Tiling(gather=True),
-    "ahead2": Tiling(gather=True, ahead=True),
-    "skew2": Tiling(gather=True, skew=True),
-    "prefetch2": Tiling(gather=True, prefetch=True),
-    "gather4": Tiling(gather=True, cluster=4),
-    "all2": Tiling(gather=True, ahead=True, skew=True, prefetch=True),
-    "all4": Tiling(gather=True, cluster=4, ahead=True, skew=True, prefetch=True),
+    "plain": Tiling(),
+    "ahead": Tiling(ahead=True),
+    "aheadskew": Tiling(ahead=True, skew=True),
+    "gather": Tiling(gather=True, ahead=True),
+    "gatherskew": Tiling(gather=True, ahead=True, skew=True),
 }
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megaflux_kernels.layout import ShapeError
 from megaflux_kernels.worklist import (
     BLOCK_ROWS,
+    CLUSTER,
     SOURCE_SHIFT,
     Counters,
     ForwardWork,
@@ -33,7 +34,6 @@ SMALL = LayerShape(
 )
 SHAPES = {
     "two ranks": (SMALL, Tiling(group_blocks=4, lag=20)),
-    "two ranks, clusters of four": (SMALL, Tiling(group_blocks=7, lag=20, cluster=4)),
     "eight ranks, top-8": (LayerShape(8, 32, 1, 4608, 320, 8, 200), Tiling(group_blocks=3, lag=0)),
     "one rank, top-1": (LayerShape(1, 4, 0, 128, 64, 1, 500), Tiling(lag=7)),
     "three ranks, every expert": (LayerShape(3, 6, 1, 192, 64, 6, 90), Tiling(group_blocks=1, lag=1000)),
@@ -106,16 +106,16 @@ def run_tasks(shape: LayerShape, tiling: Tiling, work: ForwardWork, block_slot: 
     done = {kind: np.zeros((block_slot.size, n), dtype=int) for kind, n in tiles.items()}
     slots, arriving = block_slot.tolist(), set(work.transfers[:, 2].tolist())
     for word in work.tasks.tolist():
-        kind, block, tile, slot, width, gated, _ = unpack_task(word)
+        kind, block, tile, slot, share, gated = unpack_task(word)
         assert gated == (slot in arriving)
-        for c in range(tiling.cluster):
-            b, n = block + c % width, tile + c // width
+        for c in range(CLUSTER):
+            b, n = block + c * (not share), tile + c * share
             assert slots[b] == slot
             assert kind == Kind.FC1 or done[Kind.FC1][b].all(), "FC2 claimed before all of its block's FC1"
             if n < tiles[kind]:
                 done[kind][b, n] += 1
             else:
-                assert c >= width, "only a word's further tiles may lie beyond the end"
+                assert share, "only the second tile of a single block may lie beyond the end"
     assert all((count == 1).all() for count in done.values())
 
 
@@ -188,7 +188,7 @@ def test_the_stream_lags_fc2_behind_fc1_by_at_least_lag_words_where_there_are_as
     fc1_before = np.cumsum(kinds == Kind.FC1)
     last_fc1, first_fc2 = {}, {}
     for i, word in enumerate(stream):
-        kind, block, _, slot, *_ = unpack_task(int(word))
+        kind, block, _, slot, _, _ = unpack_task(int(word))
         if kind == Kind.FC1:
             last_fc1[slot, block // 8] = fc1_before[i]
         else:
