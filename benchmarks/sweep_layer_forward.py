@@ -28,6 +28,7 @@ CHOICES = {
     "aheadskew": Tiling(ahead=True, skew=True),
     "gather": Tiling(gather=True, ahead=True),
     "gatherskew": Tiling(gather=True, ahead=True, skew=True),
+    "turns": Tiling(tile_columns=192, ahead=True, turns=True),
 }
 
 

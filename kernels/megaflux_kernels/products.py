@@ -84,7 +84,16 @@ def multiply(
 
 
 @cute.jit
-def stage_rows(accumulator, swiglu: cutlass.Constexpr, width: cutlass.Constexpr, address, barriers, phase, lane):
+def stage_rows(
+    accumulator,
+    swiglu: cutlass.Constexpr,
+    width: cutlass.Constexpr,
+    address,
+    barriers,
+    phase,
+    lane,
+    base: cutlass.Constexpr = 0,
+):
     """Round a warp's 16 rows of the tile to BF16 and store them to its rows of the staging buffer.
 
     Args:
@@ -105,9 +114,10 @@ def stage_rows(accumulator, swiglu: cutlass.Constexpr, width: cutlass.Constexpr,
             values = []
             for i in range_constexpr(4):
                 if const_expr(swiglu):
-                    values.append(ptx.swiglu(accumulator[4 * group + i], accumulator[4 * group + width // 2 + i]))
+                    at = base + 4 * group + i
+                    values.append(ptx.swiglu(accumulator[at], accumulator[at + width // 2]))
                 else:
-                    values.append(accumulator[4 * group + i])
+                    values.append(accumulator[base + 4 * group + i])
             packed += [ptx.pack_bf16(values[0], values[1]), ptx.pack_bf16(values[2], values[3])]
         ptx.store_matrix(address + q * 32, packed)
     arch.fence_proxy("async.shared", space="cta")
@@ -168,4 +178,69 @@ class MatrixWarps:
             task, index, turn = take_task(ring, index, turn, place)
 
 
-__all__ = ["K_TILE", "WARPGROUP_ROWS", "MatrixWarps"]
+class TurnWarps:
+    """Two warpgroups that take tasks in turn, each a whole tile: one stores while the other multiplies."""
+
+    def __init__(self, shape: LayerShape, columns: int, stages: int, pitch: int) -> None:
+        self.shape, self.columns, self.stages, self.pitch = shape, columns, stages, pitch
+
+    @cute.jit
+    def run(self, smem, tiled_mma, loads, staging, staged, ring, warp, place: Place):
+        """As ``MatrixWarps.run``."""
+        group, lane = warp // 4 - 1, place.lane
+        mma = tiled_mma.get_slice(0)
+        rows = tiled_mma.make_fragment_A(mma.partition_A(smem[0]))
+        columns = tiled_mma.make_fragment_B(mma.partition_B(smem[1]))
+        accumulator = cute.make_rmem_tensor(mma.partition_shape_C((BLOCK_ROWS, self.columns)), Float32)
+        operands = (tiled_mma.op, accumulator, rows, columns)
+        buffer = (staged[0] + group, staged[1] + group)
+        row = group * WARPGROUP_ROWS + warp % 4 * 16 + lane % 16
+        address = staging + row * self.pitch + lane // 16 * 16
+        stage, phase, index, turn, count = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        if group == 1:
+            arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)  # the first warpgroup begins
+        task, index, turn = take_task(ring, index, turn, place)
+        while task.kind != int(Kind.END):
+            num_k = Int32(self.shape.hidden // K_TILE)
+            if task.kind == int(Kind.FC2):
+                num_k = Int32(self.shape.intermediate // K_TILE)
+            if (count & 1) == group:
+                stage, phase = multiply_in_turn(operands, loads, num_k, stage, phase, self.stages, lane, group)
+                for half in range_constexpr(2):
+                    base = half * self.columns // 2
+                    if task.kind == int(Kind.FC1):
+                        stage_rows(accumulator, True, self.columns // 2, address, buffer, Int32(half), lane, base)
+                    else:
+                        stage_rows(accumulator, False, self.columns, address, buffer, Int32(half), lane, base)
+            else:
+                passed = stage + num_k
+                phase ^= (passed // self.stages) & 1
+                stage = passed % self.stages
+            count += 1
+            task, index, turn = take_task(ring, index, turn, place)
+
+
+@cute.jit
+def multiply_in_turn(operands, barriers, num_k_tiles, stage, phase, num_stages: cutlass.Constexpr, lane, group):
+    """``multiply`` of one of two warpgroups that take turns; without them a wait could run a whole ring ahead."""
+    operation, accumulator, rows, columns = operands
+    full, empty = barriers
+    arch.barrier(barrier_id=TURN + group, number_of_threads=256)
+    arch.mbarrier_wait(full + stage, phase)
+    multiply_stage(operation, accumulator, rows, columns, stage, True)
+    previous = stage
+    stage, phase = advance(stage, phase, num_stages)
+    for _ in cutlass.range(num_k_tiles - 1, unroll=1):
+        arch.mbarrier_wait(full + stage, phase)
+        multiply_stage(operation, accumulator, rows, columns, stage, False)
+        warpgroup.wait_group(1)
+        release_stage(empty + previous, lane)
+        previous = stage
+        stage, phase = advance(stage, phase, num_stages)
+    arch.barrier_arrive(barrier_id=TURN + 1 - group, number_of_threads=256)
+    warpgroup.wait_group(0)
+    release_stage(empty + previous, lane)
+    return stage, phase
+
+
+__all__ = ["K_TILE", "WARPGROUP_ROWS", "MatrixWarps", "TurnWarps"]

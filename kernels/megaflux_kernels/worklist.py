@@ -175,6 +175,7 @@ class Tiling:
     gather: bool = False
     ahead: bool = False
     skew: bool = False
+    turns: bool = False
 
     def fc1_tiles(self, shape: LayerShape) -> int:
         """N tiles of FC1."""
