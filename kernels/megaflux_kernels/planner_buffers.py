@@ -187,8 +187,7 @@ def launch_planner(
     Args:
         ranks: this rank's buffers, or those of all virtual ranks of a device in order.
         topk_ids: int32 [local, M, k], logical expert ids, M at most ``max_tokens``; on the device, contiguous. The ids
-            of a token are distinct and in range: routers give such ids, and the device does not check. A token of -1 is
-            padding, whose result nobody reads.
+            of a token are distinct and in range: routers give such ids, and the device does not check.
         num_tokens: int32 [local], tokens of each rank that are routed, 0 to M.
         resident: int32 [local, P, s], copies held before, -1 for none; overwritten with those held afterwards. A rank
             whose weights have changed fills its own with ``layout.STALE``, and all ranks forget.

@@ -106,7 +106,7 @@ class RouteBlock:
         for at in cutlass.range(first * self.shape.top_k + tid, end, LOADS * THREADS):
             experts = []
             for i in cutlass.range_constexpr(LOADS):
-                experts.append(self.expert_at(batch, cutlass.min(at + i * THREADS, end - 1)))
+                experts.append(batch.ids[cutlass.min(at + i * THREADS, end - 1)])
             for i in cutlass.range_constexpr(LOADS):
                 if at + i * THREADS < end:
                     arch.atomic_add(sc.num.iterator + experts[i], Int32(1), sem="relaxed", scope="cta")
@@ -150,17 +150,7 @@ class RouteBlock:
         """Expert of this lane's assignment in the step at ``token``, below zero and unlike any other if it has none."""
         at, expert = token * self.shape.top_k + lane, -1 - lane
         if (lane < self.shape.tokens_per_step * self.shape.top_k) & (at < end * self.shape.top_k):
-            expert = self.expert_at(batch, at)
-        return expert
-
-    @cute.jit
-    def expert_at(self, batch: Batch, at: Int32):
-        """Expert of an assignment. A row of padding takes the routes of the batch's first row: no further experts."""
-        expert = batch.ids[at]
-        if expert < 0:
-            expert = batch.ids[at % self.shape.top_k]
-            if expert < 0:
-                expert = at % self.search.num_experts
+            expert = batch.ids[at]
         return expert
 
     @cute.jit

@@ -48,7 +48,7 @@ class DeviceLayer(ABC):
 
         Args:
             batches: rows and routes a local rank, any of them empty. Ids must be distinct in a row and in range; the
-                device does not check. A row of -1 is padding, whose result nobody reads.
+                device does not check.
 
         Returns:
             [M, H] a local rank, as ``Executor.execute``.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.utils import set_weight_attrs
 
@@ -147,7 +148,7 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
         self.context.startup.tell()
         moe = self.home_weights_checked(layer)
         ids, scales = topk_ids, topk_weights.float()
-        if moe.on_device is None:  # the device knows padding
+        if marks_padding():
             ids = route_padding(topk_ids, self.layout.num_experts)
         if small_batches.rows_of_largest_rank(x.shape[0]) < self.context.options.min_tokens:
             return small_batches.compute(layer, x, scales, ids)
@@ -176,6 +177,11 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
             self.weights_updated()
 
 
+def marks_padding() -> bool:
+    """Whether rows may be marked as padding: only where vLLM's runner says which rows are."""
+    return is_forward_context_available() and getattr(get_forward_context(), "is_padding", None) is not None
+
+
 def route_padding(topk_ids: Tensor, num_experts: int) -> Tensor:
     """Give rows of padding, which vLLM marks with -1, valid routes that load all experts alike.
 
@@ -188,4 +194,4 @@ def route_padding(topk_ids: Tensor, num_experts: int) -> Tensor:
     return torch.where(topk_ids < 0, spread.view(num_rows, top_k), topk_ids)
 
 
-__all__ = ["MegaFluxMoEMethod", "SelfContainedKernel", "route_padding"]
+__all__ = ["MegaFluxMoEMethod", "SelfContainedKernel", "marks_padding", "route_padding"]

@@ -145,25 +145,6 @@ def test_every_row_to_one_expert(tokens, expert):
     assert_same_bits(fixed.forward(batches), outputs)
 
 
-def test_padding_rows_change_nothing_for_others():
-    case = CASES["two ranks, top-8"]
-    executor = MegakernelExecutor(2, None, case.max_tokens, timeout_s=5)
-    layer = case.layer(executor, MegaFluxConfig(replica_slots=2))
-    for first_is_padding in (False, True):
-        batches = case.batches(0, [40, 7])
-        expected = layer.forward(batches)
-        padded = []
-        for batch in batches:
-            rows = torch.zeros_like(batch.hidden[:5])
-            ids, scales = torch.full_like(batch.topk_ids[:5], -1), torch.zeros_like(batch.topk_weights[:5])
-            pairs = ((batch.hidden, rows), (batch.topk_ids, ids), (batch.topk_weights, scales))
-            order = 1 if first_is_padding else -1
-            padded.append(type(batch)(*(torch.cat(pair[::-order]) for pair in pairs)))
-        outputs = layer.forward(padded)
-        own = [output[5:] if first_is_padding else output[:-5] for output in outputs]
-        assert_same_bits(own, expected)
-
-
 def test_nothing_waits_for_the_host_and_a_captured_graph_serves_other_batches():
     case = CASES["one rank"]
     executor = MegakernelExecutor(1, None, case.max_tokens, timeout_s=5)

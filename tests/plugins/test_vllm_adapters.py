@@ -322,7 +322,13 @@ def test_the_log_says_once_what_the_layers_take(monkeypatch: pytest.MonkeyPatch,
     assert "1.50 GiB for home weights, 0.25 GiB for replica slots and 1.00 GiB for batches" in line
 
 
-def test_apply_computes_the_layer_and_ignores_padding(served: tuple[method.MegaFluxMoEMethod, Layer]) -> None:
+def test_apply_computes_the_layer_and_ignores_padding(
+    monkeypatch: pytest.MonkeyPatch, served: tuple[method.MegaFluxMoEMethod, Layer]
+) -> None:
+    monkeypatch.setattr(method, "is_forward_context_available", lambda: True)
+    monkeypatch.setattr(
+        method, "get_forward_context", lambda: SimpleNamespace(is_padding=torch.ones(7), dp_metadata=None)
+    )
     quant_method, module = served
     generator = torch.Generator().manual_seed(1)
     x, logits = torch.randn(7, 32, generator=generator), torch.randn(7, 8, generator=generator)
