@@ -26,16 +26,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), needs_sglang]
 
 TIGHT = ["--chunked-prefill-size", "32", "--max-total-tokens", "256", "--schedule-conservativeness", "0.01"]
 TWO = ["--tp-size", "2", "--ep-size", "2"]
+DATA = ["--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head"]
 SERVERS = {
     "one rank, SGLang's backend": [],
-    "two ranks of data parallelism": [
-        *TWO,
-        *MEGAFLUX,
-        "--dp-size",
-        "2",
-        "--enable-dp-attention",
-        "--enable-dp-lm-head",
-    ],
+    "two ranks of data parallelism": [*TWO, *MEGAFLUX, *DATA],
     "two ranks of tensor parallelism": [*TWO, *MEGAFLUX],
 }
 LABELS = {"megaflux_task": "math", "megaflux_weights_version": "3"}
@@ -50,6 +44,7 @@ class Run:
         samples: of one prompt, with labels.
         updated: the answer after an update of weights to version 9.
         records: by id of the request, read while the server runs.
+        counted: records that the server counts on ``/metrics``.
         store: where the server captured to.
     """
 
@@ -57,6 +52,7 @@ class Run:
     samples: list[dict[str, Any]]
     updated: dict[str, Any]
     records: dict[str, ReplayRecord]
+    counted: int
     store: ReplayStore
 
 
@@ -64,7 +60,7 @@ class Run:
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A server that captures, asked for whatever makes routes hard to keep."""
     folder = tmp_path_factory.mktemp("capture")
-    flags = [*SERVERS[request.param], *TIGHT]
+    flags = [*SERVERS[request.param], *TIGHT, "--enable-metrics"]
     options: dict[str, Any] = {"capture": str(folder / "store")}
     if MEGAFLUX[0] in flags:
         options |= {"block_rows": 4, "replica_slots": 3}
@@ -79,7 +75,15 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         assert server.post("/update_weights_from_disk", update)["success"]
         updated = server.generate(PROMPTS[0])
         store = ReplayStore(folder / "store")
-        return Run(answers, samples, updated, {record.id: record for record in store.records()}, store)
+        records = {record.id: record for record in store.records()}
+        return Run(answers, samples, updated, records, counted(server), store)
+
+
+def counted(server: Server) -> int:
+    """``megaflux_capture_records_total`` of all ranks."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    return int(sum(float(line.split()[-1]) for line in lines if line.startswith("megaflux_capture_records_total{")))
 
 
 def abort(server: Server, prompt: str) -> None:
@@ -98,6 +102,7 @@ def abort(server: Server, prompt: str) -> None:
 def test_every_request_is_recorded_before_its_answer_and_nothing_else(run: Run) -> None:
     answers = [*run.answers, *run.samples, run.updated]
     assert set(run.records) == {answer["meta_info"]["id"] for answer in answers}
+    assert run.counted == len(answers)
     for answer in answers:
         record = run.records[answer["meta_info"]["id"]]
         assert record.token_ids is not None
