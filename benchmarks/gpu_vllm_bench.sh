@@ -2,7 +2,7 @@
 # Benchmarks of vLLM on a host with two Hopper GPUs; logs and results go to $OUT (default ./out).
 #   benchmarks/gpu_vllm_bench.sh [STEP...]      default: qwen deepseek; seconds are the most that a step takes
 #
-#   try        170  one batch of everything with three engines: does it run, what does it take?
+#   quick      130  five backends on Qwen3-30B-A3B's shape, no torch.compile; ends by itself with what it has measured
 #   qwen       330  Qwen3-30B-A3B's shape: prefill latency of all backends, decode, agreement, soak
 #   deepseek   330  the DeepSeek-V3-like shape: prefill latency
 #   load       200  vllm serve under vllm bench serve, stock and ours
@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.." || exit
 . benchmarks/gpu_steps.sh
 export PYTHONPATH="$PYTHONPATH:$work/metadata"
 python3 -m benchmarks.entry_points "$work/metadata" >/dev/null || exit
-known_steps "try qwen deepseek load" "$@"
+known_steps "quick qwen deepseek load" "$@"
 [ $# -gt 0 ] || set -- qwen deepseek
 
 serving() { # name, seconds, options
@@ -21,13 +21,13 @@ serving() { # name, seconds, options
   LINES_SHOWN=${LINES_SHOWN:-90} step "$name" "$limit" \
     python3 -m benchmarks.bench_serving --out "$OUT/$name" "$@" ${ARGUMENTS:-}
 }
-try() {
-  LINES_SHOWN=120 serving try 170 --models qwen3-30b-a3b --backends stock fixed sticky \
-    --parts prefill decode agreement soak --batches 8 16 --chunks 16384 32768 --routings real-hot-rank --repeats 2 \
-    --running 1 32 --prompts 128 --soak-seconds 8
+quick() {
+  LINES_SHOWN=160 serving quick 130 --models qwen3-30b-a3b --backends stock fixed pipelined sticky stock-tp \
+    --parts agreement decode prefill soak --routings real-hot-rank balanced real --running 1 32 --output-tokens 65 \
+    --prompts 64 --soak-seconds 10 --layers 8 --start-s 85 --others-s 20 --deadline-s 112
 }
 qwen() {
-  serving qwen 330 --models qwen3-30b-a3b --parts prefill decode agreement soak --soak-seconds 40
+  serving qwen 330 --models qwen3-30b-a3b --parts agreement decode prefill soak --soak-seconds 40
 }
 deepseek() {
   serving deepseek 330 --models deepseek-v3-like --together 3 --controls balanced real

@@ -6,7 +6,7 @@ Decides the cases. The model's own router chooses, whose weights are random: exp
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +15,7 @@ from benchmarks.harness import ResultRow
 from benchmarks.serving.backends import HANDS_OVER
 from benchmarks.serving.fleet import Fleet
 from benchmarks.serving.models import ServedModel
+from benchmarks.serving.progress import say
 
 BENCH = "decode"
 
@@ -35,7 +36,13 @@ class DecodeSamples:
     seconds: dict[int, dict[str, list[tuple[float, float]]]] = field(default_factory=dict)
 
     def measure(
-        self, fleet: Fleet, backends: Sequence[str], num_running: Sequence[int], repeats: int, chunk: int
+        self,
+        fleet: Fleet,
+        backends: Sequence[str],
+        num_running: Sequence[int],
+        repeats: int,
+        chunk: int,
+        after: Callable[[], None] = lambda: None,
     ) -> None:
         """Add the samples of the engines of a fleet; backends take turns.
 
@@ -43,21 +50,23 @@ class DecodeSamples:
             fleet: the engines.
             backends: those of them that are asked.
             num_running: requests that run at the same time, over all ranks.
-            repeats: samples a case and backend, after one that warms up.
+            repeats: samples a case and backend.
             chunk: budget of a step.
+            after: called after every case.
         """
         draw = random.Random(0)
         vocabulary, length = self.model.vocabulary, self.prompt_tokens
         for requests in num_running:
             prompts = [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(requests)]
             samples = self.seconds.setdefault(requests, {})
-            for sample in range(repeats + 1):
+            for _ in range(repeats):
                 first = fleet.each("batch_seconds", prompts, 1, chunk, only=backends)
                 whole = fleet.each("batch_seconds", prompts, self.output_tokens, chunk, only=backends)
-                for backend, seconds in whole.items() if sample else ():
+                for backend, seconds in whole.items():
                     samples.setdefault(backend, []).append((first[backend], seconds))
             steps = " ".join(f"{name} {1e3 * self.step_s(requests, name):.2f}" for name in samples)
-            print(f"  {self.model.name} decode, {requests} running: ms a step {steps}", flush=True)
+            say(f"{self.model.name} decode, {requests} running: ms a step {steps}")
+            after()
 
     def step_s(self, requests: int, backend: str) -> float:
         """Seconds in which every running request gets one token: from medians."""

@@ -9,19 +9,34 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Any
 
 from benchmarks.serving.backends import EngineSpec
 from benchmarks.serving.engine import serve
+from benchmarks.serving.progress import say
 
 Answers = dict[str, Any]
 """By backend."""
 
-START_TIMEOUT_S, CALL_TIMEOUT_S, STOP_TIMEOUT_S = 240.0, 60.0, 10.0
+CALL_TIMEOUT_S, STOP_TIMEOUT_S = 60.0, 5.0
+
+
+@dataclass(frozen=True)
+class StartLimits:
+    """How long engines may take to start.
+
+    Attributes:
+        first_s: until the first one answers.
+        others_s: the others after the first.
+    """
+
+    first_s: float = 240.0
+    others_s: float = 120.0
 
 
 class EngineError(RuntimeError):
@@ -34,19 +49,19 @@ class Member:
     def __init__(self, spec: EngineSpec) -> None:
         self.spec, self.name = spec, spec.name
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["vllm.v1.engine.async_llm"])  # imported once, not once an engine
+        context.set_forkserver_preload(["benchmarks.serving.preload"])
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(spec, theirs), name=f"engine-{spec.name}")
         self.process.start()
         theirs.close()
 
-    def wait_until_ready(self, deadline: float) -> float:
-        """Seconds that vLLM took to start.
+    def started(self) -> float:
+        """Seconds that vLLM took to start, of an engine that has said something.
 
         Raises:
-            EngineError: it ended, or is not ready at ``deadline`` of ``time.monotonic``.
+            EngineError: it ended instead.
         """
-        return float(self._receive("ready", deadline - time.monotonic(), "start"))
+        return float(self._receive("ready", 0.0, "start"))
 
     def call(self, method: str, *arguments: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """The value of a method of ``engine.Engine``.
@@ -133,21 +148,21 @@ class Fleet:
 
 
 @contextmanager
-def running(specs: Sequence[EngineSpec]) -> Iterator[Fleet]:
-    """The engines that start; why one does not is printed, and the others are measured without it."""
+def running(
+    specs: Sequence[EngineSpec], limits: StartLimits = StartLimits(), warm_up: Callable[[Member], None] | None = None
+) -> Iterator[Fleet]:
+    """The engines that start; why one does not is printed, and the others are measured without it.
+
+    Args:
+        specs: the engines, in the order in which they will be asked.
+        limits: of the start.
+        warm_up: called with every engine as soon as it answers, while others still start.
+    """
+    os.environ.update(specs[0].environment)  # for what is imported before engines are forked
     members = [Member(spec) for spec in specs]
-    deadline = time.monotonic() + START_TIMEOUT_S
-    ready: dict[str, Member] = {}
     try:
-        for member in members:
-            try:
-                seconds = member.wait_until_ready(deadline)
-            except EngineError as error:
-                _leave_out(member, str(error))
-                continue
-            print(f"{member.name}: ready after {seconds:.0f} s", flush=True)
-            ready[member.name] = member
-        yield Fleet(ready)
+        ready = _wait(members, limits, warm_up or (lambda member: None))
+        yield Fleet({member.name: member for member in members if member in ready})
     except BaseException:  # a time limit, too: leave nothing on the GPUs
         for member in members:
             member.kill()
@@ -159,9 +174,30 @@ def running(specs: Sequence[EngineSpec]) -> Iterator[Fleet]:
             member.stop()
 
 
+def _wait(members: Sequence[Member], limits: StartLimits, warm_up: Callable[[Member], None]) -> list[Member]:
+    """The members that answer in time; the others are stopped."""
+    waiting, ready = {member.connection: member for member in members}, []
+    deadline = time.monotonic() + limits.first_s
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for connection in wait(list(waiting), left):
+            member = waiting.pop(connection)
+            try:
+                say(f"{member.name}: ready, vLLM took {member.started():.0f} s")
+                warm_up(member)
+            except EngineError as error:
+                _leave_out(member, str(error))
+                continue
+            if not ready:
+                deadline = min(deadline, time.monotonic() + limits.others_s)
+            ready.append(member)
+    for member in waiting.values():
+        _leave_out(member, f"did not start in time; its log is {member.spec.log}")
+    return ready
+
+
 def _leave_out(member: Member, why: str) -> None:
-    print(f"LEFT OUT from here: {member.name}: {why}", file=sys.stderr, flush=True)
+    say(f"LEFT OUT from here: {member.name}: {why}")
     member.stop()
 
 
-__all__ = ["EngineError", "Fleet", "Member", "running"]
+__all__ = ["EngineError", "Fleet", "Member", "StartLimits", "running"]

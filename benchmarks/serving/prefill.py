@@ -7,7 +7,7 @@ exactly what the trace says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import numpy as np
 from benchmarks.harness import ResultRow
 from benchmarks.serving.fleet import Fleet
 from benchmarks.serving.models import ServedModel
+from benchmarks.serving.progress import say
 from benchmarks.serving.routes import RouteTable, expected_counts, max_over_mean, route_table, trace_prompts
 
 BENCH = "prefill_latency"
@@ -62,26 +63,35 @@ class PrefillSamples:
             np.save(path, table)
             self.tables[routing] = table, path
 
-    def measure(self, fleet: Fleet, cases: Sequence[PrefillCase], repeats: int) -> None:
+    def measure(
+        self, fleet: Fleet, cases: Sequence[PrefillCase], repeats: int, after: Callable[[], None] = lambda: None
+    ) -> None:
         """Add the samples of the engines of a fleet.
 
         Args:
             fleet: the engines.
-            cases: in any order, of routings that are prepared; measured routing by routing.
+            cases: in the order of measurement, of routings that are prepared.
             repeats: samples a case and backend.
+            after: called after every case.
         """
-        for routing in dict.fromkeys(case.routing for case in cases):
-            table, path = self.tables[routing]
-            self._force(fleet, routing, table, path)
-            for case in (case for case in cases if case.routing == routing):
-                prompts = trace_prompts(self.model, case.batch, self.prompt_tokens)
-                self.skew[case] = max_over_mean(table, prompts, self.model.experts, num_ranks=2)
-                samples = self.seconds.setdefault(case, {})
-                for _ in range(repeats):
-                    for backend, seconds in fleet.each("batch_seconds", prompts, 1, case.chunk).items():
-                        samples.setdefault(backend, []).append(seconds)
-                medians = " ".join(f"{name} {1e3 * np.median(values):.1f}" for name, values in samples.items())
-                print(f"  {self.model.name} {routing} batch {case.batch} chunk {case.chunk}: ms {medians}", flush=True)
+        forced, checked = "", set()
+        for case in cases:
+            table, path = self.tables[case.routing]
+            if case.routing not in checked:
+                self._check(fleet, case.routing)
+                checked.add(case.routing)
+            if case.routing != forced:
+                fleet.each("call_workers", "benchmark_force_routes", str(path), False)
+                forced = case.routing
+            prompts = trace_prompts(self.model, case.batch, self.prompt_tokens)
+            self.skew[case] = max_over_mean(table, prompts, self.model.experts, num_ranks=2)
+            samples = self.seconds.setdefault(case, {})
+            for _ in range(repeats):
+                for backend, seconds in fleet.each("batch_seconds", prompts, 1, case.chunk).items():
+                    samples.setdefault(backend, []).append(seconds)
+            medians = " ".join(f"{name} {1e3 * np.median(values):.1f}" for name, values in samples.items())
+            say(f"{self.model.name} {case.routing}, {case.batch} x {case.chunk}: ms {medians}")
+            after()
         fleet.each("call_workers", "benchmark_force_routes", None)
 
     def rows(self) -> Iterator[ResultRow]:
@@ -107,18 +117,18 @@ class PrefillSamples:
                     peer = {"name": stock[1], "value": stock[0]}
                     yield ResultRow(BENCH, where | {"peer": peer["name"]}, "speedup_over_stock", stock[0] / value, "1")
 
-    def _force(self, fleet: Fleet, routing: str, table: RouteTable, path: Path) -> None:
-        """Have every engine route by the table, and leave out those that do not; also warms them up."""
+    def _check(self, fleet: Fleet, routing: str) -> None:
+        """Have every engine count what it routes, and leave out those that do not follow the table."""
+        table, path = self.tables[routing]
         prompts = trace_prompts(self.model, 8, self.prompt_tokens)
         expected = expected_counts(table, prompts, self.model.experts)
         fleet.each("call_workers", "benchmark_force_routes", str(path), True)
-        fleet.each("batch_seconds", prompts, 1, self.prompt_tokens)
+        fleet.each("batch_seconds", prompts, 1, 2 * self.prompt_tokens)
         for backend, counts in fleet.each("call_workers", "benchmark_counts").items():
             routed = np.array(counts)
             # Tensor-parallel ranks all route every token, data-parallel ones their own.
             total = routed.sum(axis=0) if fleet.members[backend].spec.ranks == len(routed) else routed[0]
             wrong = int(np.abs(total - expected).sum())
-            print(f"  {backend} {routing}: {expected.sum()} assignments as the trace has them, {wrong} not", flush=True)
+            say(f"{backend} {routing}: {expected.sum()} assignments counted, {wrong} not as in the trace")
             if wrong:
                 fleet.leave_out(backend, f"{wrong} assignments are not those of {path}")
-        fleet.each("call_workers", "benchmark_force_routes", str(path), False)

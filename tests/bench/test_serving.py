@@ -91,8 +91,9 @@ def test_options_of_every_backend_are_valid_for_every_model(backend: str, model:
 
 def test_a_control_is_measured_in_one_case() -> None:
     cases = prefill_cases([32, 8, 16], [16384, 32768], ["balanced", "real"], ["balanced"])
-    assert [case for case in cases if case.routing == "balanced"] == [PrefillCase(16, 32768, "balanced")]
+    assert [case for case in cases if case.routing == "balanced"] == [PrefillCase(16, 16384, "balanced")]
     assert len(cases) == 1 + 6
+    assert [case.chunk for case in cases] == sorted(case.chunk for case in cases)
 
 
 def test_prefill_compares_medians_with_fixed_and_the_faster_stock() -> None:

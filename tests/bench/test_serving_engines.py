@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -75,3 +76,12 @@ def test_a_call_that_fails_says_what_and_leaves_the_engine_running(fleet: Fleet)
     with pytest.raises(EngineError, match="failed to batch_seconds"):
         fleet.members["stock"].call("batch_seconds", [[0] * 1000], 1, 128)
     assert fleet.members["stock"].call("count_steps") > 0
+
+
+def test_an_engine_that_does_not_start_is_left_out_with_the_reason(tmp_path, capfd: pytest.CaptureFixture) -> None:
+    spec = engine_spec("sticky", TINY, TINY.write(tmp_path), tmp_path, SIZES)
+    wrong = dataclasses.replace(spec, arguments=spec.arguments | {"enable_eplb": True})
+    with running([wrong]) as engines:
+        assert engines.members == {}
+    assert "LEFT OUT from here: sticky" in (said := capfd.readouterr().err)
+    assert "--enable-eplb" in said
