@@ -128,18 +128,17 @@ class Snapshot:
             InputError: they are of another version, or no snapshot.
         """
         try:
-            lasting, changing, words = data.split(b"\n", 2)
-            head: dict[str, Any] = json.loads(lasting) | json.loads(changing)
-            if head["version"] != VERSION:
-                raise InputError(source, f"has version {head['version']}", f"version {VERSION}")
-            worker = Worker(**head["worker"])
-            layers = tuple(LayerInfo(**layer | {"home_rank": tuple(layer["home_rank"])}) for layer in head["layers"])
+            first, second, words = data.split(b"\n", 2)
+            version, worker, layers = _read_lasting(first)
+            if version != VERSION:
+                raise InputError(source, f"has version {version}", f"version {VERSION}")
+            changing: dict[str, Any] = json.loads(second)
             sizes = [totals_map(worker.num_ranks, len(layer.home_rank)).num_words for layer in layers]
             totals = np.frombuffer(words, dtype="<i8")
             if totals.size != sum(sizes):
                 raise InputError(source, f"holds {totals.size} words", f"{sum(sizes)}")
-            parts = np.split(totals, np.cumsum(sizes)[:-1])
-            return cls(worker, layers, parts, head["memory"], head["timeouts"], head["time"])
+            parts = np.split(totals, np.cumsum(sizes))[: len(layers)]
+            return cls(worker, layers, parts, changing["memory"], changing["timeouts"], changing["time"])
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, InputError):
                 raise
@@ -156,6 +155,14 @@ def _lasting(worker: Worker, layers: tuple[LayerInfo, ...]) -> bytes:
     return (
         json.dumps({"version": VERSION, "worker": asdict(worker), "layers": list(map(asdict, layers))}).encode() + b"\n"
     )
+
+
+@lru_cache(maxsize=128)
+def _read_lasting(line: bytes) -> tuple[int, Worker, tuple[LayerInfo, ...]]:
+    """Version, worker and layers of a first line; read once a worker, so that answers are not held up either."""
+    head = json.loads(line)
+    layers = tuple(LayerInfo(**layer | {"home_rank": tuple(layer["home_rank"])}) for layer in head["layers"])
+    return head["version"], Worker(**head["worker"]), layers
 
 
 def name_folder() -> Path:

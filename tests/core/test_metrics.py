@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from megaflux_serve.capture import ModelShape, ReplayRecord, ReplayStore
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import InputError
+from megaflux_serve.executors import ReferenceExecutor
 from megaflux_serve.metrics import catalogue
 from megaflux_serve.metrics.catalogue import BY_NAME, CATALOGUE, SERVER_LABELS, Kind, Metric, Source
 from megaflux_serve.metrics.events import CaptureEvents, window_planned, window_sealed
@@ -225,6 +226,13 @@ def test_the_thread_publishes_until_it_is_stopped(tmp_path: Path) -> None:
     assert read_snapshots(tmp_path)[0].worker == WORKER
     meter.stop()
     assert not thread.is_alive()
+
+
+def test_a_worker_without_layers_yet_is_there(tmp_path: Path) -> None:
+    Meter(WORKER, ReferenceExecutor(2)).snapshot().write(tmp_path)
+    series = scrape(tmp_path)
+    assert series["megaflux_layers", "0"] == series["megaflux_planner_seconds_count", "0"] == 0
+    assert not any(name.startswith("megaflux_batches") for name, *_ in series)
 
 
 def test_timeouts_are_counted_by_what_was_waited_for(tmp_path: Path) -> None:
