@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import urllib.request
@@ -102,6 +103,9 @@ def test_a_server_with_two_ranks_records_every_request_before_it_answers(ranks: 
         answers = complete_with_labels(server, PROMPTS)
         store = ReplayStore(tmp_path / "store")
         records = list(store.records())
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as response:
+            (counted,) = re.findall(r"megaflux_capture_records_total\{.*\} (.*)", response.read().decode())
+    assert float(counted) == len(PROMPTS)
     assert sorted(map(len, answers)) == [NUM_TOKENS] * len(PROMPTS)
     assert sorted(token_ids(record)[record.prompt_tokens :] for record in records) == sorted(answers)
     assert all((record.task, record.weights_version) == ("math", "3") for record in records)
