@@ -1,12 +1,15 @@
-"""Write docs/metrics.md from the catalogue of metrics; a test holds the page to it.
+"""Write docs/metrics.md from the catalogue of metrics and a result file; a test holds the page to them.
 
 python scripts/metrics_page.py
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.harness.documents import provenance, rows, table, value
 from megaflux_serve.durable import write_atomically
 from megaflux_serve.metrics.catalogue import CATALOGUE, Kind, Metric, Source
 
@@ -79,6 +82,17 @@ one with rank 0 the plans.
 Dummy batches count: those of an engine's start, of graph capture, and of idle data-parallel ranks. Batches that the
 option `min_tokens` leaves to the engine's own kernels do not.
 
+## What they cost
+
+On the GPU no launch is added: the planner's free block adds E + 2 P + some 30 words, and the combine's last block
+stores one. That the words are right was tested on an H200 (`benchmarks/gpu_metrics.sh totals`). What they add to a
+layer's time has not been measured yet: `benchmarks/gpu_metrics.sh overhead` is ready for it.
+
+On the host, in processor time: a worker reports once a second, the front end answers as often as Prometheus asks, and
+only the executors that plan on the host add batches there.
+
+HOST_COSTS
+
 ## How many series
 
 `layer` is the layer's number in the model. With L layers, P ranks and E experts, rank 0 exports at most L * (23 + 2 P)
@@ -120,7 +134,22 @@ def page() -> str:
         for metric in CATALOGUE
         if metric.kind is Kind.HISTOGRAM
     ]
-    return "".join([*parts, "\nBuckets of the histograms:\n\n", *buckets, TAIL])
+    return "".join([*parts, "\nBuckets of the histograms:\n\n", *buckets, TAIL.replace("HOST_COSTS\n", host_costs())])
+
+
+def host_costs() -> str:
+    """What ``bench_metrics_host`` measured."""
+    lines = []
+    for row in rows("metrics_host", "report_ms"):
+        case = row["case"]
+        figures = [value("metrics_host", name, **case) for name in ("series", "report_ms", "answer_ms", "add_us")]
+        cells = [str(case[key]) for key in ("layers", "experts", "ranks")]
+        lines.append([*cells, *(form.format(v) for form, v in zip(FORMS, figures, strict=True))])
+    head = ["MoE layers", "experts", "ranks", "series", "a report, ms", "an answer, ms", "a batch on the host, µs"]
+    return table(head, lines) + provenance("metrics_host")
+
+
+FORMS = ("{:.0f}", "{:.2f}", "{:.0f}", "{:.0f}")
 
 
 def line(metric: Metric) -> str:
