@@ -49,7 +49,7 @@ ON_GPU = (
     *("--cuda-graph-max-bs-decode", "16", "--disable-prefill-cuda-graph"),  # a captured prefill keeps its own routes
 )
 ON_CPU = (
-    *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--mem-fraction-static", "0.1"),
+    *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--mem-fraction-static", "0.6"),
 )
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 PORTS_A_SERVER = 500

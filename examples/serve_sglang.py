@@ -22,7 +22,7 @@ PROMPTS = [
     "If a class defines a slot also defined in a base class,",
 ]
 ON_CPU: dict[str, Any] = {"device": "cpu", "attention_backend": "torch_native", "dtype": "float32"}
-ON_CPU |= {"mem_fraction_static": 0.1, "max_total_tokens": 4096}
+ON_CPU |= {"mem_fraction_static": 0.6, "max_total_tokens": 4096}
 BACKEND: dict[str, Any] = {"moe_a2a_backend": "megaflux", "moe_runner_backend": "megaflux", "tp_size": 2, "ep_size": 2}
 
 

@@ -31,7 +31,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "SGLANG_PLATFORM": "plain_cpu",
 }
-FLAGS = ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--mem-fraction-static", "0.1"]
+FLAGS = ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--mem-fraction-static", "0.6"]
 FLAGS += ["--max-total-tokens", "4096", "--context-length", "256", "--skip-server-warmup"]
 MEGAFLUX = ["--moe-a2a-backend", "megaflux", "--moe-runner-backend", "megaflux"]
 
