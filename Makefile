@@ -44,7 +44,7 @@ test-vllm: install  ## The engine tests against another release: make test-vllm 
 
 test-sglang: install  ## The tests against real SGLang servers, in an environment of 9 GB: make test-sglang SGLANG=0.5.17
 	@$(PYTHON) scripts/install_sglang_env.py .venv-sglang-$(SGLANG) --sglang $(SGLANG)
-	@SGLANG_PLATFORM=plain_cpu .venv-sglang-$(SGLANG)/bin/python -m pytest -q -W ignore tests/plugins/test_sglang_adapters.py
+	@SGLANG_PLATFORM=plain_cpu .venv-sglang-$(SGLANG)/bin/python -m pytest -q -W ignore tests/plugins/test_sglang_adapters.py tests/plugins/test_sglang_recorder.py
 	@MEGAFLUX_SGLANG_PYTHON=$(CURDIR)/.venv-sglang-$(SGLANG)/bin/python $(BIN)/python -m pytest -q -k sglang tests/plugins
 
 bench-cpu: install  ## The benchmarks that need no GPU; results go to benchmarks/results
