@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import re
 import signal
 import sys
 import tempfile
@@ -27,7 +28,7 @@ from benchmarks.harness import ResultRow, RunContext, cpu_name, print_table, rea
 from benchmarks.serving import agreement, load, rollout, soak
 from benchmarks.serving.backends import BACKENDS, HANDS_OVER, NUM_RANKS, Sizes, engine_spec
 from benchmarks.serving.decode import DecodeSamples
-from benchmarks.serving.fleet import Fleet, Member, StartLimits, running
+from benchmarks.serving.fleet import Fleet, Member, TimeLimits, running
 from benchmarks.serving.models import MODELS, ServedModel
 from benchmarks.serving.pictures import draw_prefill
 from benchmarks.serving.prefill import PrefillCase, PrefillSamples
@@ -89,7 +90,7 @@ class Run:
             if "rollout" in options.parts and "stock" in backends:
                 captured = rollout.engines(specs[backends.index("stock")], store)
             begin = time.monotonic()
-            limits = StartLimits(options.start_s, options.others_s)
+            limits = TimeLimits(options.start_s, options.others_s, options.call_s)
             with running([*specs, *captured], limits, lambda member: self._warm_up(member, model)) as fleet:
                 self._report(fleet)
                 capturing = fleet.take([spec.name for spec in captured])
@@ -169,6 +170,10 @@ class Run:
         for backend, memory in fleet.each("call_workers", "benchmark_memory").items():
             shown = " ".join(f"{kind} {bytes_ / 2**30:.1f}" for kind, bytes_ in memory[0].items())
             say(f"{backend}: GiB on rank 0: {shown}")
+        for backend, member in fleet.members.items():
+            text = member.spec.log.read_text(errors="replace")
+            for line in re.findall(r"megaflux: executor.*|gate: .*", text)[:2]:
+                say(f"{backend}: {line}")
 
     def _keep(self, model: ServedModel, bench: str, rows: Iterable[ResultRow]) -> None:
         """Put the rows of a model in place of those that it had, and write the file."""
@@ -247,6 +252,7 @@ def parse_options() -> argparse.Namespace:
     add("--compile", action="store_true", help="vLLM's default mode, with torch.compile")
     add("--start-s", type=float, default=240, help="the longest wait for the first engine")
     add("--others-s", type=float, default=120, help="and then for the others")
+    add("--call-s", type=float, default=60, help="the longest wait for an answer of an engine")
     add("--deadline-s", type=float, help="end by then, with what was measured")
     add("--parts", nargs="+", default=["prefill"], choices=PARTS, help="in this order")
     add("--batches", nargs="+", type=int, default=[8, 16, 32])

@@ -22,9 +22,9 @@ serving() { # name, seconds, options
     python3 -m benchmarks.bench_serving --out "$OUT/$name" "$@" ${ARGUMENTS:-}
 }
 quick() {
-  LINES_SHOWN=160 serving quick 130 --models qwen3-30b-a3b --backends stock fixed pipelined sticky stock-tp \
+  LINES_SHOWN=160 serving quick 130 --models qwen3-30b-a3b --backends stock fixed staged pipelined sticky \
     --parts agreement decode prefill soak --routings real-hot-rank balanced real --running 1 32 --output-tokens 65 \
-    --prompts 64 --soak-seconds 10 --layers 8 --start-s 85 --others-s 20 --deadline-s 112
+    --prompts 64 --soak-seconds 10 --layers 8 --start-s 85 --others-s 20 --call-s 15 --deadline-s 112
 }
 qwen() {
   serving qwen 330 --models qwen3-30b-a3b --parts agreement decode prefill soak --soak-seconds 40

@@ -27,16 +27,18 @@ CALL_TIMEOUT_S, STOP_TIMEOUT_S = 60.0, 5.0
 
 
 @dataclass(frozen=True)
-class StartLimits:
-    """How long engines may take to start.
+class TimeLimits:
+    """How long engines may take.
 
     Attributes:
         first_s: until the first one answers.
         others_s: the others after the first.
+        call_s: to answer a call.
     """
 
     first_s: float = 240.0
     others_s: float = 120.0
+    call_s: float = CALL_TIMEOUT_S
 
 
 class EngineError(RuntimeError):
@@ -72,17 +74,6 @@ class Member:
         self.connection.send((method, arguments))
         return self._receive("done", timeout_s, method)
 
-    def ask_to_stop(self) -> None:
-        """Tell the engine to end, without waiting for it."""
-        with suppress(OSError):  # of a process that has ended already
-            self.connection.send(None)
-
-    def stop(self) -> None:
-        """End all processes of the engine: politely, then by force."""
-        self.ask_to_stop()
-        self.process.join(STOP_TIMEOUT_S)
-        self.kill()
-
     def kill(self) -> None:
         """End all processes of the engine by force."""
         self.process.kill()  # which has no group of its own before it runs
@@ -112,23 +103,22 @@ class Fleet:
 
     Attributes:
         members: by backend, in the order in which they are asked.
+        call_s: the longest wait for an answer.
     """
 
-    def __init__(self, members: dict[str, Member]) -> None:
-        self.members = members
+    def __init__(self, members: dict[str, Member], call_s: float = CALL_TIMEOUT_S) -> None:
+        self.members, self.call_s = members, call_s
 
-    def each(
-        self, method: str, *arguments: Any, only: Sequence[str] = (), timeout_s: float = CALL_TIMEOUT_S
-    ) -> Answers:
+    def each(self, method: str, *arguments: Any, only: Sequence[str] = (), timeout_s: float | None = None) -> Answers:
         """Ask the engines one after the other; the answers by backend, without an engine that fails now.
 
         Args:
             method: of ``engine.Engine``.
             *arguments: for it.
             only: backends to ask; all by default.
-            timeout_s: for each of them.
+            timeout_s: for each of them, instead of ``call_s``.
         """
-        answers = {}
+        answers, timeout_s = {}, timeout_s or self.call_s
         for name, member in list(self.members.items()):
             if only and name not in only:
                 continue
@@ -140,7 +130,7 @@ class Fleet:
 
     def take(self, names: Sequence[str]) -> Fleet:
         """A fleet of those of these engines that started; they are members of this one no more."""
-        return Fleet({name: self.members.pop(name) for name in names if name in self.members})
+        return Fleet({name: self.members.pop(name) for name in names if name in self.members}, self.call_s)
 
     def leave_out(self, name: str, why: str) -> None:
         """Stop an engine, say why, and go on without it."""
@@ -149,37 +139,32 @@ class Fleet:
 
 @contextmanager
 def running(
-    specs: Sequence[EngineSpec], limits: StartLimits = StartLimits(), warm_up: Callable[[Member], None] | None = None
+    specs: Sequence[EngineSpec], limits: TimeLimits = TimeLimits(), warm_up: Callable[[Member], None] | None = None
 ) -> Iterator[Fleet]:
     """The engines that start; why one does not is printed, and the others are measured without it.
 
     Args:
         specs: the engines, in the order in which they will be asked.
-        limits: of the start.
+        limits: of time.
         warm_up: called with every engine as soon as it answers, while others still start.
     """
     os.environ.update(specs[0].environment)  # for what is imported before engines are forked
     members = [Member(spec) for spec in specs]
     try:
         ready = _wait(members, limits, warm_up or (lambda member: None))
-        yield Fleet({member.name: member for member in members if member in ready})
-    except BaseException:  # a time limit, too: leave nothing on the GPUs
+        yield Fleet({member.name: member for member in members if member in ready}, limits.call_s)
+        _stop(members)
+    finally:  # at a time limit, too, nothing may stay on the GPUs
         for member in members:
             member.kill()
-        raise
-    finally:
-        for member in members:
-            member.ask_to_stop()
-        for member in members:
-            member.stop()
 
 
-def _wait(members: Sequence[Member], limits: StartLimits, warm_up: Callable[[Member], None]) -> list[Member]:
+def _wait(members: Sequence[Member], limits: TimeLimits, warm_up: Callable[[Member], None]) -> list[Member]:
     """The members that answer in time; the others are stopped."""
     waiting, ready = {member.connection: member for member in members}, []
     deadline = time.monotonic() + limits.first_s
-    while waiting and (left := deadline - time.monotonic()) > 0:
-        for connection in wait(list(waiting), left):
+    while waiting and (said := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+        for connection in said:
             member = waiting.pop(connection)
             try:
                 say(f"{member.name}: ready, vLLM took {member.started():.0f} s")
@@ -195,9 +180,19 @@ def _wait(members: Sequence[Member], limits: StartLimits, warm_up: Callable[[Mem
     return ready
 
 
+def _stop(members: Sequence[Member]) -> None:
+    """Ask all engines to end, and give them a moment for it."""
+    for member in members:
+        with suppress(OSError):  # of a process that has ended already
+            member.connection.send(None)
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    for member in members:
+        member.process.join(max(0.0, deadline - time.monotonic()))
+
+
 def _leave_out(member: Member, why: str) -> None:
     say(f"LEFT OUT from here: {member.name}: {why}")
-    member.stop()
+    member.kill()
 
 
-__all__ = ["EngineError", "Fleet", "Member", "StartLimits", "running"]
+__all__ = ["EngineError", "Fleet", "Member", "TimeLimits", "running"]
