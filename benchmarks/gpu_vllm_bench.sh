@@ -23,8 +23,8 @@ serving() { # name, seconds, options
 }
 quick() {
   LINES_SHOWN=160 serving quick 130 --models qwen3-30b-a3b --backends stock fixed staged pipelined sticky \
-    --parts agreement decode prefill soak --routings real-hot-rank balanced real --running 1 32 --output-tokens 65 \
-    --prompts 64 --soak-seconds 10 --layers 8 --start-s 85 --others-s 20 --call-s 15 --deadline-s 112
+    --parts agreement decode prefill soak --routings real-hot-rank balanced real --running 1 32 --output-tokens 49 \
+    --prompts 64 --soak-seconds 10 --layers 8 --start-s 85 --others-s 20 --call-s 15 --deadline-s 114
 }
 qwen() {
   serving qwen 330 --models qwen3-30b-a3b --parts agreement decode prefill soak --soak-seconds 40
