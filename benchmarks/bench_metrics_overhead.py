@@ -172,6 +172,8 @@ def median_interval(values: np.ndarray) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=SHAPES)
+    cases = [f"{mode}-{tokens}" for mode, tokens in CASES]
+    parser.add_argument("--cases", nargs="+", default=cases, choices=cases)
     parser.add_argument("--turns", type=int, default=6, help="turns of each variant; from 6 the interval holds 95 %%")
     parser.add_argument("--span-s", type=float, default=0.4, help="seconds of a turn")
     parser.add_argument("--out", type=Path, default=RESULTS / f"{BENCH}.json")
@@ -192,6 +194,8 @@ def main() -> None:
     say("layers are there")
     rows: list[ResultRow] = []
     for mode, tokens in CASES:
+        if f"{mode}-{tokens}" not in options.cases:
+            continue
         rows += run_case(options.shape, mode, tokens, variants, options)
         save(options.out, rows)
     if dist.get_rank() == 0:
