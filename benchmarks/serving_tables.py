@@ -12,6 +12,12 @@ from benchmarks.serving.routes import ROUTINGS
 
 MODELS = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "deepseek-v3-like": "DeepSeek-V3-like"}
 ROUTING_NAMES = {"balanced": "balanced", "real": "real", "real-hot-rank": "real, hot experts on one rank"}
+DECODE_NAMES = {
+    "stock": "stock",
+    "fixed": "ours, fixed",
+    "staged": "ours, handed over to vLLM's kernels",
+    "sticky": "ours, sticky",
+}
 PREFILL_KEYS = ("model", "routing", "batch", "chunk")
 
 
@@ -59,7 +65,7 @@ def decode() -> str:
         if backend != "stock":
             ratios = [value("decode", "throughput_vs_stock", backend=backend, running=number) for number in running]
             cells = [f"{cell} ({ratio:.2f}x)" for cell, ratio in zip(cells, ratios, strict=True)]
-        lines.append([backend, *cells])
+        lines.append([DECODE_NAMES[backend], *cells])
     return table(["ms a step; running requests", *map(str, running)], lines) + provenance("decode")
 
 

@@ -78,7 +78,7 @@ class Member:
         """End all processes of the engine by force."""
         self.process.kill()  # which has no group of its own before it runs
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid or 0, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join(STOP_TIMEOUT_S)
 
     def _receive(self, expected: str, timeout_s: float, what: str) -> Any:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from benchmarks.bench_serving import prefill_cases
 from benchmarks.cases import GPT_OSS
-from benchmarks.serving import agreement
+from benchmarks.serving import agreement, fleet
 from benchmarks.serving.backends import BACKENDS, Sizes, engine_spec, megaflux_options
 from benchmarks.serving.decode import DecodeSamples
 from benchmarks.serving.engine import Completion
+from benchmarks.serving.fleet import Fleet, Member, TimeLimits
 from benchmarks.serving.load import flags
 from benchmarks.serving.models import MODELS, NUM_WINDOWS, ServedModel
 from benchmarks.serving.pictures import draw_prefill
@@ -147,3 +151,40 @@ def test_the_picture_is_drawn_from_the_rows(tmp_path) -> None:
     assert (tmp_path / "prefill.png").read_bytes().startswith(b"\x89PNG")
     draw_prefill(tmp_path / "none.png", [])
     assert not (tmp_path / "none.png").exists()
+
+
+class StubMember(Member):
+    """A member whose engine is this test: it says what it is told to."""
+
+    def __init__(self, name: str, *messages: object) -> None:
+        self.name, self.spec, self.is_killed = name, SimpleNamespace(log=Path("no.log")), False
+        self.connection, self.engine = multiprocessing.Pipe()
+        for message in messages:
+            self.engine.send(message)
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+
+def test_engines_are_taken_as_they_get_ready_and_the_others_left_out(capsys: pytest.CaptureFixture) -> None:
+    good, late, broken = StubMember("good", ("ready", 3.0)), StubMember("late"), StubMember("broken", ("failed", "why"))
+    gone = StubMember("gone")
+    gone.engine.close()
+    warmed = []
+    ready = fleet._wait([late, broken, gone, good], TimeLimits(5.0, 0.1), lambda member: warmed.append(member.name))
+    assert [member.name for member in ready] == warmed == ["good"]
+    assert [member.is_killed for member in (late, broken, gone, good)] == [True, True, True, False]
+    said = capsys.readouterr().out
+    assert "late: did not start in time" in said
+    assert "broken: engine broken failed to start: why" in said
+    assert "gone: engine gone ended while it should start" in said
+
+
+def test_an_engine_that_fails_a_call_is_left_out_and_the_others_answer() -> None:
+    good, bad, slow = StubMember("good", ("done", 7)), StubMember("bad", ("failed", "no")), StubMember("slow")
+    engines = Fleet({"bad": bad, "slow": slow, "good": good}, call_s=0.1)
+    assert engines.each("count_steps") == {"good": 7}
+    assert list(engines.members) == ["good"]
+    assert bad.is_killed
+    assert slow.is_killed
+    assert good.engine.recv() == ("count_steps", ())
