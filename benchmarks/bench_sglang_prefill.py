@@ -67,14 +67,16 @@ def server_spec(backend: str, index: int, model: ServedModel, options: argparse.
     """
     work: Path = options.out / "work"
     flags = ["--model-path", str(work / model.name), "--load-format", "dummy", "--skip-tokenizer-init"]
-    flags += ["--tp-size", "2", "--ep-size", "2", "--disable-radix-cache", "--skip-server-warmup"]
+    flags += ["--tp-size", "2", "--disable-radix-cache", "--skip-server-warmup"]
     flags += ["--chunked-prefill-size", str(options.chunk), "--max-prefill-tokens", str(options.chunk)]
     flags += ["--max-total-tokens", str(options.cache_tokens), "--max-running-requests", "64"]
     flags += ON_CPU if options.cpu else ON_GPU
     if backend != "stock-tp":
         flags += DATA_PARALLEL
-    ours = None
-    if backend.startswith("stock"):
+    is_stock, ours = backend.startswith("stock"), None
+    if not (is_stock and options.cpu):  # stock SGLang cannot spread experts over CPU processes
+        flags += ["--ep-size", "2"]
+    if is_stock:
         flags += () if options.cpu else ("--moe-runner-backend", "triton")
     else:
         flags += MEGAFLUX

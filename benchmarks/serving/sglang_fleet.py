@@ -157,6 +157,9 @@ class SglangServer:
             except (ProcessLookupError, subprocess.TimeoutExpired):
                 continue
 
+    kill = stop
+    """As a fleet calls it."""
+
     def failure(self, what: str) -> EngineError:
         """An error with the end of the log."""
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
