@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from dashboards.queries import named
 
 MAX_NAMES, MAX_NAME = 8, 34
+LINE = 0.16  # of a table, of the panel's height
 DATES = timezone.utc
 
 Answer = tuple[str, list[Any]]
@@ -179,14 +180,9 @@ def draw_facts(axes: Axes, series: Sequence[Any], labels: Sequence[str]) -> None
     """A table of labels."""
     axes.set_axis_off()
     cells = sorted({tuple(one.labels.get(label, "") for label in labels) for one in series})
-    table = axes.table(
-        cells,
-        colLabels=list(labels),
-        loc="upper left",
-        cellLoc="left",
-        edges="horizontal",
-        colWidths=[1 / len(labels)] * len(labels),
-    )
+    height = min(LINE * (len(cells) + 1), 1.0)
+    box = (0, 1 - height, 1, height)
+    table = axes.table(cells, colLabels=list(labels), bbox=box, cellLoc="left", colLoc="left", edges="horizontal")
     table.auto_set_font_size(False)
     table.set_fontsize(7.5)
 
