@@ -9,7 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
+import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -214,7 +217,13 @@ def serve(spec: EngineSpec, connection: Connection) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(spec.environment)
-    asyncio.run(_answer(spec, connection))
+    try:
+        asyncio.run(_answer(spec, connection))
+    except BaseException:
+        traceback.print_exc()
+    finally:  # also when the fleet is gone: none of vLLM's processes may stay
+        sys.stderr.flush()
+        os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 async def _answer(spec: EngineSpec, connection: Connection) -> None:

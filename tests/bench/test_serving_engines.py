@@ -83,5 +83,5 @@ def test_an_engine_that_does_not_start_is_left_out_with_the_reason(tmp_path, cap
     wrong = dataclasses.replace(spec, arguments=spec.arguments | {"enable_eplb": True})
     with running([wrong]) as engines:
         assert engines.members == {}
-    assert "LEFT OUT from here: sticky" in (said := capfd.readouterr().err)
+    assert "LEFT OUT from here: sticky" in (said := capfd.readouterr().out)
     assert "--enable-eplb" in said
