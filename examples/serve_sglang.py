@@ -16,7 +16,7 @@ from typing import Any
 
 MODEL = Path(__file__).resolve().parents[1] / "models" / "tiny-moe"
 PROMPTS = [
-    "def merge(left, right):\n    result = []\n",
+    "def merge(left, right):\n    result = []",
     "The import statement combines two operations:",
     "12 + 30 =",
     "If a class defines a slot also defined in a base class,",
