@@ -30,7 +30,7 @@ from megaflux_serve.durable import write_atomically
 
 PROJECT = Path(__file__).resolve().parents[1]
 OUT = PROJECT / "out" / "watch"
-SCRAPE_S, RATE_INTERVAL = 1, "20s"
+SCRAPE_S, RATE_INTERVAL = 2, "20s"
 BURST = 4
 """Prompts that are asked at the same time, so that batches differ."""
 
@@ -41,7 +41,7 @@ class Watched:
 
     Attributes:
         server: it answers.
-        prometheus: scrapes it and the process that plans windows, once a second.
+        prometheus: scrapes it and the process that plans windows.
         started: when watching began, Unix time.
     """
 
