@@ -4,7 +4,8 @@ Method: one optimizer window of 512 trajectories with 8,192 tokens each. Routes 
 32 experts, top-4): trajectory i takes 8,191 consecutive rows of the trace, read around its end, from row ``50021 i``.
 So a trajectory here is longer than one of the trace, and rows come again in others, but never within the 512 KB that
 the compressor looks back. One writer, one thread, files on the machine's disk. Rates are of narrow ids (uint8, 786 kB
-a trajectory) over wall time; the page cache is warm when reading.
+a trajectory) over time; the page cache is warm when reading. Time is the wall's, without what the kernel made the
+thread wait for a processor that other work had, so that a busy machine measures nearly as a quiet one.
 
 Variants: ``store`` appends records as they finish: checks, counts A, compresses, writes; then seals, with and without
 reading every body once more. The others hold the finished window in memory and write it in one file when it is sealed,
@@ -12,7 +13,9 @@ so that ``seal_ms`` is the whole write: Parquet and Arrow IPC with a list of ids
 safetensors and ``.npz`` (deflate). Every output is read back and compared before it is timed as read.
 
 ``bytes_per_token`` stands beside the raw int32 array that engines return. ``append_ms`` is the median time of one
-trajectory: what capture costs the thread that writes. Rollout overhead on GPUs is another benchmark's.
+trajectory: what capture costs the thread that writes. ``front_end_ms`` is what a trajectory takes from a thread that
+computes in Python all the time, as an engine's front end does: if it records by itself, and if it hands the trajectory
+to a thread, with which it shares Python's lock. Rollout overhead on GPUs is a part of ``bench_serving.py``.
 
 Run: ``python -m benchmarks.bench_capture [FOLDER]`` (a minute and 2 GB in FOLDER or the temporary folder); writes
 results/capture.{json,png}.
@@ -20,12 +23,14 @@ results/capture.{json,png}.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +43,24 @@ from safetensors.numpy import load_file, save_file
 from benchmarks.harness import RESULTS, ResultRow, RunContext, cpu_name, figure, print_table, write_results
 from benchmarks.routepack_corpus import gptoss_routes
 from megaflux_serve.capture import ModelShape, ReplayRecord, ReplayStore, open_window, seal
+from megaflux_serve.capture.background import CallThread
+from megaflux_serve.capture.recorder import FinishedRequest, Recorder
 
 BENCH = "capture"
 NUM_TRAJECTORIES, TOKENS, PROMPT_TOKENS, STRIDE = 512, 8192, 512, 50_021
 MODEL = ModelShape(num_experts=32, top_k=4, num_layers=24)
 RAW_BYTES_PER_TOKEN = 4 * MODEL.num_layers * MODEL.top_k
 SEALS = 5
+FINISHED, COMPUTED, SPANS = 32, 300_000, 7
+"""Trajectories of a span, additions before each (longer than recording it takes), and spans."""
 CASE = {"trajectories": NUM_TRAJECTORIES, "tokens": TOKENS, "routing": "gpt-oss-20b", "layers": 24, "top_k": 4}
 Routes = NDArray[np.uint8]
+
+
+def clock() -> float:
+    """Seconds of this thread, without those in which it waited for a processor."""
+    waited_ns = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    return time.perf_counter() - 1e-9 * waited_ns
 
 
 def trajectories(trace: Routes) -> Iterator[Routes]:
@@ -61,15 +76,15 @@ def measure_store(trace: Routes, folder: Path) -> list[ResultRow]:
     appended: list[float] = []
     with store.writer() as writer:
         for i, routes in enumerate(trajectories(trace)):
-            begin = time.perf_counter()
+            begin = clock()
             record = ReplayRecord.of(
                 f"{i:04}", routes, MODEL, prompt_tokens=PROMPT_TOKENS, output_tokens=TOKENS - PROMPT_TOKENS
             )
             writer.append(record)
-            appended.append(time.perf_counter() - begin)
-        begin = time.perf_counter()
+            appended.append(clock() - begin)
+        begin = clock()
         writer.sync()
-        sync_s = time.perf_counter() - begin
+        sync_s = clock() - begin
     ids = [f"{i:04}" for i in range(NUM_TRAJECTORIES)]
     seconds = {
         verify: [
@@ -90,6 +105,39 @@ def measure_store(trace: Routes, folder: Path) -> list[ResultRow]:
         _row("store", "append_ms", 1e3 * float(np.median(appended[1:])), "ms"),
         _row("store, bodies not read", "seal_ms", 1e3 * float(np.median(seconds[False])), "ms"),
     ]
+
+
+def measure_front_end(trace: Routes, folder: Path) -> list[ResultRow]:
+    """What recording takes from a thread that computes in Python, for each trajectory."""
+    logger = logging.getLogger(BENCH)
+    recorder, thread = Recorder(folder, 32, MODEL.num_layers, BENCH, "", logger), CallThread(BENCH, logger)
+    requests = [
+        FinishedRequest(f"{i}", PROMPT_TOKENS, TOKENS - PROMPT_TOKENS, routes)
+        for i, routes in enumerate(islice(trajectories(trace), 1 + FINISHED))
+    ]
+    recorder.record(requests.pop())  # loads compiled code
+
+    def compute(finish: Callable[[FinishedRequest], None]) -> float:
+        begin = clock()
+        for request in requests:
+            total = 0
+            for i in range(COMPUTED):
+                total += i
+            finish(request)
+        seconds = clock() - begin
+        thread.wait()
+        return seconds
+
+    ways: dict[str, Callable[[FinishedRequest], None]] = {
+        "store, by the front end": recorder.record,
+        "store, by a thread": lambda request: thread.submit(recorder.record, request),
+    }
+    more: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(SPANS):
+        for name, finish in ways.items():
+            alone = compute(lambda request: None)
+            more[name].append(compute(finish) - alone)
+    return [_row(name, "front_end_ms", 1e3 * float(np.median(spans)) / FINISHED, "ms") for name, spans in more.items()]
 
 
 def measure_file(
@@ -171,9 +219,9 @@ def _row(variant: str, metric: str, value: float, unit: str, baseline: dict[str,
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
+    begin = clock()
     call()
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 def draw(rows: list[ResultRow], path: Path) -> None:
@@ -198,7 +246,8 @@ def main() -> None:
         trace = arrays["experts"].astype(np.uint8)
     folder = Path(tempfile.mkdtemp(dir=sys.argv[1] if len(sys.argv) > 1 else None))
     try:
-        rows = measure_store(trace, folder / "store") + measure_files(trace, folder)
+        rows = measure_store(trace, folder / "store") + measure_front_end(trace, folder / "front-end")
+        rows += measure_files(trace, folder)
     finally:
         shutil.rmtree(folder)
     write_results(RESULTS / "capture.json", rows, RunContext.current(cpu_name(), "numpy", "pyarrow", "safetensors"))
