@@ -149,14 +149,9 @@ class Rig:
         torch.cuda.synchronize()
         for rank, pool, out in zip(self.ranks, self.pools, self.out, strict=True):
             replicas = (pool.w1[self.shape.home_slots :], pool.w2[self.shape.home_slots :])
-            others = [rank.rows[r * self.shape.max_tokens :][: self.shape.max_tokens] for r in self.mirrored(rank.rank)]
-            for buffer in (rank.pool, rank.act, rank.results, out, *others, *replicas):
+            for buffer in (rank.pool, rank.act, rank.results, out, *replicas):
                 buffer.fill_(float("nan"))
         torch.cuda.synchronize()
-
-    def mirrored(self, rank: int) -> list[int]:
-        """Ranks of whose rows a rank holds copies."""
-        return [r for r in range(self.shape.num_ranks) if r != rank] if self.config.tiling.gather else []
 
     def reference(self, topk: Sequence[NDArray[np.int64]]) -> list[Tensor]:
         """float64 [M, k, H] a local rank: every assignment's exact result on the BF16 inputs."""
@@ -195,20 +190,13 @@ class Rig:
             origins = [(int(c) >> SOURCE_SHIFT, int(c) & ((1 << SOURCE_SHIFT) - 1)) for c in code[rows].tolist()]
             expert = np.array([topk[s].reshape(-1)[a] for s, a in origins], dtype=np.int64)
             pool = torch.stack([x[s][a // self.shape.top_k] for s, a in origins])
-            held = rank.pool[rows] if len(rank.pool) else self.held_rows(rank.rank, origins)
             act = torch.empty(len(rows), self.shape.intermediate, dtype=torch.float64, device="cuda")
             for e in np.unique(expert):
                 at = torch.from_numpy(np.flatnonzero(expert == e)).cuda()
                 gate, up = (pool[at] @ expert_weights(self.shape, int(e), self.seed)[0].double().T).chunk(2, dim=1)
                 act[at] = torch.nn.functional.silu(gate) * up
-            values.append((relative_l2(held, pool), relative_l2(rank.act[rows], act)))
+            values.append((relative_l2(rank.pool[rows], pool), relative_l2(rank.act[rows], act)))
         return values
-
-    def held_rows(self, rank: int, origins: Sequence[tuple[int, int]]) -> Tensor:
-        """The rows that a rank reads for assignments (source rank, token * k + choice)."""
-        shape = self.shape
-        at = [source * shape.max_tokens + assignment // shape.top_k for source, assignment in origins]
-        return self.ranks[rank].rows[at]
 
     def failures(self) -> list[str]:
         """Failed waits of the local ranks."""

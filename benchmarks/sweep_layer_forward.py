@@ -25,12 +25,10 @@ from benchmarks.bench_layer_forward import ROUTINGS, SHAPES, make_rig, run_case,
 from benchmarks.harness.rows import RESULTS
 
 CHOICES = {
-    "plain": Tiling(),
-    "ahead": Tiling(ahead=True),
-    "aheadskew": Tiling(ahead=True, skew=True),
-    "gather": Tiling(gather=True, ahead=True),
-    "gatherskew": Tiling(gather=True, ahead=True, skew=True),
-    "turns": Tiling(tile_columns=192, ahead=True, turns=True),
+    "groups-8": Tiling(group_blocks=8),
+    "groups-16": Tiling(group_blocks=16),
+    "groups-32": Tiling(group_blocks=32),
+    "lag-400": Tiling(lag=400),
 }
 
 

@@ -6,10 +6,10 @@ launch, and nothing from the host: one compiled kernel serves every token count 
 A CTA has 12 warps:
 
 ====  ===========================================================================================================
-0     loads (``loads.py``): waits for what a task needs, then TMA loads of its K tiles into a ring of three stages
+0     loads (``loads.py``): TMA loads of the K tiles of a task into a ring of three stages
 1     stores (``stores.py``): FC1 rows into ``act``, FC2 rows straight into their source ranks' result buffers
 2     pulls (``pull.py``): token rows and replica weights from the peers
-3     scheduler (``ring.py``): claims task words for a pair of CTAs
+3     scheduler (``schedule.py``): claims task words for a pair of CTAs and waits for what they need
 4-11  two matrix warpgroups (``products.py``), tiles of 128 x 256 over K steps of 64
 ====  ===========================================================================================================
 
@@ -41,7 +41,7 @@ from megaflux_kernels.compile_cache import cached
 from megaflux_kernels.launch import Buffers, Place, Ranks, Tables
 from megaflux_kernels.layout import ShapeError
 from megaflux_kernels.loads import LoadWarp
-from megaflux_kernels.products import K_TILE, MatrixWarps, TurnWarps
+from megaflux_kernels.products import K_TILE, MatrixWarps
 from megaflux_kernels.pull import PullWarp, Staging
 from megaflux_kernels.ring import READERS, RING_WORDS, Ring
 from megaflux_kernels.schedule import Scheduler
@@ -89,8 +89,8 @@ class ForwardConfig:
             raise ShapeError("num_ctas", self.num_ctas, "an even number of at least 2")
         if not 1 <= self.weight_ctas < self.num_ctas:
             raise ShapeError("weight_ctas", self.weight_ctas, f"1 to {self.num_ctas - 1}")
-        if self.tiling.tile_columns != (192 if self.tiling.turns else 256):
-            raise ShapeError("tile_columns", self.tiling.tile_columns, "192 in turns, else 256")
+        if self.tiling.tile_columns != 256:
+            raise ShapeError("tile_columns", self.tiling.tile_columns, "256")
 
 
 def shared_config(num_local: int = 1, num_sms: int = 132) -> ForwardConfig:
@@ -110,16 +110,11 @@ class Forward:
         self.shape, self.config, self.columns = shape, config, config.tiling.tile_columns
         self.max_rows = work_bounds(shape, config.tiling).max_rows
         counters = Counters(self.max_rows // BLOCK_ROWS, shape.num_replica_slots)
-        turns = config.tiling.turns
-        self.stages = 4 if turns else STAGES
-        self.registers = (56, 224) if turns else (SERVICE_REGISTERS, MATRIX_REGISTERS)
-        self.load_warp = LoadWarp(shape, config.tiling, counters, self.stages, config.trace)
-        self.scheduler = Scheduler(self.load_warp, config.tiling)
+        self.load_warp = LoadWarp(shape, config.tiling, STAGES)
+        self.scheduler = Scheduler(shape, config.tiling, counters, config.trace)
         self.store_warp = StoreWarp(shape, config.tiling, counters, config.num_ctas, config.trace)
-        self.pull_warp = PullWarp(shape, counters, config.tiling.gather)
-        self.matrix_warps = MatrixWarps(shape, self.columns, self.stages, self.store_warp.pitch, config.tiling.skew)
-        if turns:
-            self.matrix_warps = TurnWarps(shape, self.columns, self.stages, self.store_warp.pitch)
+        self.pull_warp = PullWarp(shape, counters)
+        self.matrix_warps = MatrixWarps(shape, self.columns, STAGES, self.store_warp.pitch)
 
     @cute.jit
     def __call__(
@@ -165,23 +160,17 @@ class Forward:
 
         w1_rows, w1_strides = (intermediate, 2), (hidden, intermediate * hidden)  # (row, gate or up)
         gmem = (
-            tensor(pool, (1 if self.config.tiling.gather else self.max_rows, hidden), (hidden, 1)),
+            tensor(pool, (self.max_rows, hidden), (hidden, 1)),
             tensor(w1, (w1_rows, hidden, shape.slots), (w1_strides, 1, 2 * intermediate * hidden)),
             tensor(act, (self.max_rows, intermediate), (intermediate, 1)),
             tensor(w2, (hidden, intermediate, shape.slots), (intermediate, 1, hidden * intermediate)),
         )
         tiled_mma = hopper.make_trivial_tiled_mma(
-            BFloat16,
-            BFloat16,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            Float32,
-            (1 if self.config.tiling.turns else 2, 1, 1),
-            (64, self.columns),
+            BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (2, 1, 1), (64, self.columns)
         )
         tile = (BLOCK_ROWS, self.columns, K_TILE)
-        row_layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, BFloat16, self.stages)
-        column_layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, BFloat16, self.stages)
+        row_layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, BFloat16, STAGES)
+        column_layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, BFloat16, STAGES)
         smem = (row_layout, column_layout, row_layout, column_layout)
         extents = (BLOCK_ROWS, self.load_warp.w1_tile, BLOCK_ROWS, self.columns)
 
@@ -200,8 +189,8 @@ class Forward:
 
         @cute.struct
         class Storage:
-            load_full: cute.struct.MemRange[Int64, self.stages]
-            load_empty: cute.struct.MemRange[Int64, self.stages]
+            load_full: cute.struct.MemRange[Int64, STAGES]
+            load_empty: cute.struct.MemRange[Int64, STAGES]
             ring_full: cute.struct.MemRange[Int64, RING_WORDS]
             ring_empty: cute.struct.MemRange[Int64, RING_WORDS]
             ring: cute.struct.MemRange[Int64, RING_WORDS]
@@ -267,9 +256,9 @@ class Forward:
         launch = arch.load(words(tables.header).iterator + int(WorkHeader.LAUNCH), Int32)
         ranks = Ranks(peers, flags, error, me, launch, budget_ns)
         if warp < 4:
-            arch.setmaxregister_decrease(self.registers[0])
+            arch.setmaxregister_decrease(SERVICE_REGISTERS)
             if warp == 0:
-                self.load_warp.run(smem, buffers.pool, whole, shared, ring, loads, place, tables, ranks, trace)
+                self.load_warp.run(smem, whole, shared, ring, loads, place)
             elif warp == 1:
                 self.store_warp.run(staging, staged, pulls_over, ring, place, buffers.act, tables, ranks, trace)
             elif warp == 2:
@@ -282,9 +271,9 @@ class Forward:
                     arch.mbarrier_arrive(pulls_over)
             else:
                 if (place.lane == 0) & (place.member == 0):
-                    self.scheduler.run(ring, tables, ranks)
+                    self.scheduler.run(ring, place, tables, ranks, trace)
         else:
-            arch.setmaxregister_increase(self.registers[1])
+            arch.setmaxregister_increase(MATRIX_REGISTERS)
             self.matrix_warps.run(smem, tiled_mma, loads, staging, staged, ring, warp, place)
         arch.sync_warp()  # no CTA may leave while its pair still signals it or multicasts into it
         arch.cluster_arrive(aligned=False)
@@ -294,11 +283,9 @@ class Forward:
     def init_barriers(self, storage):
         """Arrivals that complete a phase of each barrier."""
         init = arch.mbarrier_init
-        for i in range_constexpr(self.stages):
-            init(storage.load_full.data_ptr() + i, self.load_warp.arrivals)
-            init(
-                storage.load_empty.data_ptr() + i, (4 if self.config.tiling.turns else 8) * CLUSTER
-            )  # every matrix warp of both CTAs
+        for i in range_constexpr(STAGES):
+            init(storage.load_full.data_ptr() + i, 1)
+            init(storage.load_empty.data_ptr() + i, 8 * CLUSTER)  # every matrix warp of both CTAs
         for i in range_constexpr(RING_WORDS):
             init(storage.ring_full.data_ptr() + i, 1)
             init(storage.ring_empty.data_ptr() + i, READERS)

@@ -76,23 +76,18 @@ class ForwardBuffers:
             raise ShapeError("memory.addresses", memory.num_ranks, f"{shape.num_ranks} ranks")
         _check_memory(memory, self.map.symmetric_bytes)
         device, offsets = memory.buffer.device, self.map.offsets
-        self.flags, self.row_source, self.places, self.rows, self.results = (
+        self.flags, self.row_source, self.places, self.x, self.results = (
             _view(memory.buffer, offsets[name], region) for name, region in self.map.symmetric.items()
         )
         self.header, self.tasks, self.transfers, self.counters, self.pool, self.act = (
             torch.zeros(region.extents, dtype=getattr(torch, region.dtype), device=device)
             for region in self.map.local.values()
         )
-        self.x = self.rows
-        if config.tiling.gather:
-            self.x = self.rows[: shape.num_ranks * shape.max_tokens].view(shape.num_ranks, -1, shape.hidden)[self.rank]
         self.error = torch.zeros(RECORD_WORDS, dtype=torch.int32, device=device)
         self.trace = torch.zeros(config.num_ctas, TRACE_WORDS, dtype=torch.int64, device=device)
         table = torch.zeros(shape.num_ranks, PEER_WORDS, dtype=torch.int64)
         for column in (Peer.X, Peer.RESULTS, Peer.FLAGS, Peer.ROW_SOURCE, Peer.PLACES):
             table[:, column] = torch.tensor(memory.addresses) + offsets[column.name.lower()]
-        if config.tiling.gather:
-            table[:, Peer.X] += 2 * shape.max_tokens * shape.hidden * torch.arange(shape.num_ranks)
         self.peers = table.to(device)
         self._combine = compile_combine(shape.hidden, shape.top_k)
 
@@ -169,14 +164,7 @@ class ForwardLayer:
         """Launch dispatch, products and return; when it ends, ``results`` holds the results of this rank's tokens."""
         buffers, pool = self.buffers, self.pool
         self._forward(
-            *_addresses(
-                buffers.rows if buffers.config.tiling.gather else buffers.pool,
-                buffers.act,
-                pool.w1,
-                pool.w2,
-                buffers.header,
-                buffers.tasks,
-            ),
+            *_addresses(buffers.pool, buffers.act, pool.w1, pool.w2, buffers.header, buffers.tasks),
             *_addresses(buffers.row_source, buffers.places, buffers.transfers, buffers.counters, self.peers),
             *_addresses(buffers.flags, buffers.error, buffers.trace),
             Int32(buffers.rank),

@@ -103,12 +103,6 @@ class ForwardMap:
         """Largest extents of the tables and the pool."""
         return work_bounds(self.shape, self.tiling)
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of ``x``."""
-        shape = self.shape
-        return shape.num_ranks * shape.max_tokens + 1 if self.tiling.gather else shape.max_tokens
-
     @cached_property
     def symmetric(self) -> dict[str, Region]:
         """Symmetric regions by name, in the order of their offsets."""
@@ -117,7 +111,7 @@ class ForwardMap:
             "flags": Region("int32", (2, shape.num_ranks)),
             "row_source": Region("int32", (self.bounds.max_rows,)),
             "places": Region("int32", (shape.num_ranks, shape.max_tokens, shape.top_k)),
-            "x": Region("bfloat16", (self.num_rows, shape.hidden)),
+            "x": Region("bfloat16", (shape.max_tokens, shape.hidden)),
             "results": Region("bfloat16", (shape.max_tokens, shape.top_k, shape.hidden)),
         }
 
@@ -140,7 +134,7 @@ class ForwardMap:
             "tasks": Region("int64", (bounds.max_tasks,)),
             "transfers": Region("int32", (max(1, bounds.max_transfers), 4)),
             "counters": Region("int32", (Counters(bounds.max_blocks, shape.num_replica_slots).size,)),
-            "pool": Region("bfloat16", (0 if self.tiling.gather else bounds.max_rows, shape.hidden)),
+            "pool": Region("bfloat16", (bounds.max_rows, shape.hidden)),
             "act": Region("bfloat16", (bounds.max_rows, shape.intermediate)),
         }
 

@@ -20,8 +20,6 @@ from megaflux_kernels.worklist import BLOCK_ROWS, Kind, LayerShape
 arch = cute.arch
 K_TILE = 64
 WARPGROUP_ROWS = 64
-TURN = 1
-"""Named barrier at which the second warpgroup waits for the first one's first K tile."""
 
 
 @cute.jit
@@ -43,9 +41,7 @@ def multiply_stage(operation, accumulator, rows, columns, stage, first: cutlass.
 
 
 @cute.jit
-def multiply(
-    operands, barriers, num_k_tiles, stage, phase, num_stages: cutlass.Constexpr, lane, skew: cutlass.Constexpr, group
-):
+def multiply(operands, barriers, num_k_tiles, stage, phase, num_stages: cutlass.Constexpr, lane):
     """accumulator = rows @ columns.T over ``num_k_tiles`` stages of the load ring, one WGMMA group kept in flight.
 
     Args:
@@ -62,13 +58,7 @@ def multiply(
     operation, accumulator, rows, columns = operands
     full, empty = barriers
     arch.mbarrier_wait(full + stage, phase)
-    if const_expr(skew):
-        if group == 1:
-            arch.barrier(barrier_id=TURN, number_of_threads=256)
     multiply_stage(operation, accumulator, rows, columns, stage, True)
-    if const_expr(skew):
-        if group == 0:
-            arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
     previous = stage
     stage, phase = advance(stage, phase, num_stages)
     for _ in cutlass.range(num_k_tiles - 1, unroll=1):
@@ -84,16 +74,7 @@ def multiply(
 
 
 @cute.jit
-def stage_rows(
-    accumulator,
-    swiglu: cutlass.Constexpr,
-    width: cutlass.Constexpr,
-    address,
-    barriers,
-    phase,
-    lane,
-    base: cutlass.Constexpr = 0,
-):
+def stage_rows(accumulator, swiglu: cutlass.Constexpr, width: cutlass.Constexpr, address, barriers, phase, lane):
     """Round a warp's 16 rows of the tile to BF16 and store them to its rows of the staging buffer.
 
     Args:
@@ -114,10 +95,9 @@ def stage_rows(
             values = []
             for i in range_constexpr(4):
                 if const_expr(swiglu):
-                    at = base + 4 * group + i
-                    values.append(ptx.swiglu(accumulator[at], accumulator[at + width // 2]))
+                    values.append(ptx.swiglu(accumulator[4 * group + i], accumulator[4 * group + width // 2 + i]))
                 else:
-                    values.append(accumulator[base + 4 * group + i])
+                    values.append(accumulator[4 * group + i])
             packed += [ptx.pack_bf16(values[0], values[1]), ptx.pack_bf16(values[2], values[3])]
         ptx.store_matrix(address + q * 32, packed)
     arch.fence_proxy("async.shared", space="cta")
@@ -136,8 +116,7 @@ class MatrixWarps:
         pitch: bytes from one staged row to the next.
     """
 
-    def __init__(self, shape: LayerShape, columns: int, stages: int, pitch: int, skew: bool) -> None:
-        self.skew = skew and min(shape.hidden, shape.intermediate) >= (stages + 1) * K_TILE
+    def __init__(self, shape: LayerShape, columns: int, stages: int, pitch: int) -> None:
         self.shape, self.columns, self.stages, self.pitch = shape, columns, stages, pitch
 
     @cute.jit
@@ -169,7 +148,7 @@ class MatrixWarps:
             num_k = Int32(self.shape.hidden // K_TILE)
             if task.kind == int(Kind.FC2):
                 num_k = Int32(self.shape.intermediate // K_TILE)
-            stage, phase = multiply(operands, loads, num_k, stage, phase, self.stages, lane, self.skew, group)
+            stage, phase = multiply(operands, loads, num_k, stage, phase, self.stages, lane)
             if task.kind == int(Kind.FC1):
                 stage_rows(accumulator, True, self.columns // 2, address, buffer, buffer_phase, lane)
             else:
@@ -178,69 +157,4 @@ class MatrixWarps:
             task, index, turn = take_task(ring, index, turn, place)
 
 
-class TurnWarps:
-    """Two warpgroups that take tasks in turn, each a whole tile: one stores while the other multiplies."""
-
-    def __init__(self, shape: LayerShape, columns: int, stages: int, pitch: int) -> None:
-        self.shape, self.columns, self.stages, self.pitch = shape, columns, stages, pitch
-
-    @cute.jit
-    def run(self, smem, tiled_mma, loads, staging, staged, ring, warp, place: Place):
-        """As ``MatrixWarps.run``."""
-        group, lane = warp // 4 - 1, place.lane
-        mma = tiled_mma.get_slice(0)
-        rows = tiled_mma.make_fragment_A(mma.partition_A(smem[0]))
-        columns = tiled_mma.make_fragment_B(mma.partition_B(smem[1]))
-        accumulator = cute.make_rmem_tensor(mma.partition_shape_C((BLOCK_ROWS, self.columns)), Float32)
-        operands = (tiled_mma.op, accumulator, rows, columns)
-        buffer = (staged[0] + group, staged[1] + group)
-        row = group * WARPGROUP_ROWS + warp % 4 * 16 + lane % 16
-        address = staging + row * self.pitch + lane // 16 * 16
-        stage, phase, index, turn, count = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        if group == 1:
-            arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)  # the first warpgroup begins
-        task, index, turn = take_task(ring, index, turn, place)
-        while task.kind != int(Kind.END):
-            num_k = Int32(self.shape.hidden // K_TILE)
-            if task.kind == int(Kind.FC2):
-                num_k = Int32(self.shape.intermediate // K_TILE)
-            if (count & 1) == group:
-                stage, phase = multiply_in_turn(operands, loads, num_k, stage, phase, self.stages, lane, group)
-                for half in range_constexpr(2):
-                    base = half * self.columns // 2
-                    if task.kind == int(Kind.FC1):
-                        stage_rows(accumulator, True, self.columns // 2, address, buffer, Int32(half), lane, base)
-                    else:
-                        stage_rows(accumulator, False, self.columns, address, buffer, Int32(half), lane, base)
-            else:
-                passed = stage + num_k
-                phase ^= (passed // self.stages) & 1
-                stage = passed % self.stages
-            count += 1
-            task, index, turn = take_task(ring, index, turn, place)
-
-
-@cute.jit
-def multiply_in_turn(operands, barriers, num_k_tiles, stage, phase, num_stages: cutlass.Constexpr, lane, group):
-    """``multiply`` of one of two warpgroups that take turns; without them a wait could run a whole ring ahead."""
-    operation, accumulator, rows, columns = operands
-    full, empty = barriers
-    arch.barrier(barrier_id=TURN + group, number_of_threads=256)
-    arch.mbarrier_wait(full + stage, phase)
-    multiply_stage(operation, accumulator, rows, columns, stage, True)
-    previous = stage
-    stage, phase = advance(stage, phase, num_stages)
-    for _ in cutlass.range(num_k_tiles - 1, unroll=1):
-        arch.mbarrier_wait(full + stage, phase)
-        multiply_stage(operation, accumulator, rows, columns, stage, False)
-        warpgroup.wait_group(1)
-        release_stage(empty + previous, lane)
-        previous = stage
-        stage, phase = advance(stage, phase, num_stages)
-    arch.barrier_arrive(barrier_id=TURN + 1 - group, number_of_threads=256)
-    warpgroup.wait_group(0)
-    release_stage(empty + previous, lane)
-    return stage, phase
-
-
-__all__ = ["K_TILE", "WARPGROUP_ROWS", "MatrixWarps", "TurnWarps"]
+__all__ = ["K_TILE", "WARPGROUP_ROWS", "MatrixWarps"]

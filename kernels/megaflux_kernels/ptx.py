@@ -27,16 +27,6 @@ def bulk_store(destination, shared, num_bytes) -> None:
     )
 
 
-def copy_async(shared, source) -> None:
-    """Copy 16 bytes from global to shared memory, past L1; ``arch.cp_async_mbarrier_arrive_noinc`` tells of the end."""
-    arch.inline_ptx("cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16;", read_only_args=[shared, source])
-
-
-def arrive_many(barrier, count) -> None:
-    """``count`` arrivals at an mbarrier of this CTA, given by its shared-memory address."""
-    arch.inline_ptx("mbarrier.arrive.shared::cta.b64 _, [{$r0}], {$r1};", read_only_args=[barrier, Int32(count)])
-
-
 def nth_set_bit(mask, n):
     """Position of the n-th set bit of a 32-bit mask, n from 0; 0xFFFFFFFF if there are fewer."""
     return arch.inline_ptx(
@@ -97,10 +87,8 @@ def add_scaled_bf16(word, scale, low, high):
 
 __all__ = [
     "add_scaled_bf16",
-    "arrive_many",
     "bulk_load",
     "bulk_store",
-    "copy_async",
     "load_words",
     "nth_set_bit",
     "pack_bf16",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Int64, const_expr, range_constexpr
+from cutlass import BFloat16, Int32, Int64, range_constexpr
 
 from megaflux_kernels import ptx
 from megaflux_kernels.launch import START, Buffers, Place, Ranks, Tables, await_peers, mark, signal_peers, wait_budget
@@ -33,8 +33,8 @@ CLAIM_PASSES = 4
 class Piece(NamedTuple):
     """What a lane does for a piece: addresses of its source, this lane's destination and the counter of its arrival.
 
-    A source of 0 means an empty stage, a destination of 0 a lane that writes nothing, a counter of 0 one that counts
-    nothing. ``rank`` and ``slot`` name the piece in the error record: source rank, and pool row or weight slot.
+    A source of 0 means an empty stage, a destination of 0 a lane without a place. ``rank`` and ``slot`` name the piece
+    in the error record: source rank, and pool row or weight slot.
     """
 
     source: Int64
@@ -57,11 +57,10 @@ class PullWarp:
     Args:
         shape: the layer.
         counters: offsets of the counters.
-        gather: rows of other ranks go to this rank's copy of them, once each, and its own stay where they are.
     """
 
-    def __init__(self, shape: LayerShape, counters: Counters, gather: bool) -> None:
-        self.shape, self.counters, self.gather = shape, counters, gather
+    def __init__(self, shape: LayerShape, counters: Counters) -> None:
+        self.shape, self.counters = shape, counters
         self.places = 1 << (shape.top_k - 1).bit_length()  # lanes of a stage
         self.stages = min(MAX_STAGES, 32 // self.places)
         self.piece_bytes = shape.piece_bytes
@@ -134,8 +133,6 @@ class PullWarp:
         arch.cp_async_bulk_wait_group(0)  # written, not only read from shared memory
         if piece.destination != 0:
             arch.fence_proxy("async.global")
-        arch.sync_warp()  # one lane of a stage may write for the others, which count
-        if piece.counter != 0:
             counter = words(piece.counter).iterator
             arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
         return phase, budget
@@ -172,14 +169,10 @@ class PullWarp:
         while base < num_rows:
             row = base + lane * stride
             next_code = self.origin(tables.row_source, row + 32 * stride, num_rows)
-            is_here = code == -1
-            if const_expr(self.gather):
-                is_here = is_here | (code >> SOURCE_SHIFT == ranks.me)
-            is_first = self.is_first_place(code, row, tables.places)
-            first_rows = arch.vote_ballot_sync(is_first & (not is_here))
-            if is_here:
+            first_rows = arch.vote_ballot_sync(self.is_first_place(code, row, tables.places))
+            if code == -1:
                 counter = words(tables.counters).iterator + (self.counters.rows_ready + row // BLOCK_ROWS)
-                arch.red(counter, Int32(pieces), op="add", dtype="s32", sem="release", scope="gpu")
+                arch.red(counter, Int32(pieces), op="add", dtype="s32", sem="relaxed", scope="gpu")
             num_pieces = arch.popc(first_rows) * pieces
             for start in cutlass.range(0, num_pieces, self.stages, unroll=1):
                 index = start + lane // self.places
@@ -231,12 +224,8 @@ class PullWarp:
         base = arch.load(doubles(ranks.peers).iterator + (source * PEER_WORDS + int(Peer.X)), Int64)
         destination, counter = Int64(0), Int64(0)
         if row >= 0:
+            destination = pool + Int64(row) * row_bytes + offset
             counter = tables.counters + 4 * Int64(self.counters.rows_ready + row // BLOCK_ROWS)
-            if const_expr(not self.gather):
-                destination = pool + Int64(row) * row_bytes + offset
-        if const_expr(self.gather):
-            if choice == 0:
-                destination = pool + Int64(source * self.shape.max_tokens + token) * row_bytes + offset
         return Piece(base + Int64(token) * row_bytes + offset, destination, counter, source, row)
 
     # ---- weights --------------------------------------------------------------------------------------------------
@@ -282,12 +271,13 @@ class PullWarp:
         slot = arch.load(transfer + 2, Int32)
         offset, slot_bytes = Int64(index % pieces) * self.piece_bytes, Int64(pieces) * self.piece_bytes
         base = arch.load(doubles(ranks.peers).iterator + (source * PEER_WORDS + column), Int64)
-        place = self.counters.weights_ready + 2 * (slot - shape.home_slots) + second
-        destination, counter = Int64(0), Int64(0)
+        counter = self.counters.weights_ready + 2 * (slot - shape.home_slots) + second
+        destination = Int64(0)
         if writes:
             destination = pool + slot * slot_bytes + offset
-            counter = tables.counters + 4 * Int64(place)
-        return Piece(base + source_slot * slot_bytes + offset, destination, counter, source, slot)
+        return Piece(
+            base + source_slot * slot_bytes + offset, destination, tables.counters + 4 * Int64(counter), source, slot
+        )
 
 
 def no_piece() -> Piece:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr, range_constexpr
+from cutlass import Int32, Int64, range_constexpr
 
 from megaflux_kernels import ptx
 from megaflux_kernels.launch import (
     DONE,
+    START,
     Place,
     Ranks,
     Tables,
@@ -47,7 +48,7 @@ class StoreWarp:
 
     def __init__(self, shape: LayerShape, tiling: Tiling, counters: Counters, num_ctas: int, trace: bool) -> None:
         self.shape, self.counters, self.num_ctas, self.trace = shape, counters, num_ctas, trace
-        self.columns, self.turns = tiling.tile_columns, tiling.turns
+        self.columns = tiling.tile_columns
         self.pitch = 2 * self.columns + ROW_PAD
 
     @property
@@ -68,7 +69,9 @@ class StoreWarp:
         """
         lane, half = place.lane, self.columns // 2
         hidden, intermediate = self.shape.hidden, self.shape.intermediate
-        phase, index, turn, count = Int32(0), Int32(0), Int32(0), Int32(0)
+        phase, index, turn = Int32(0), Int32(0), Int32(0)
+        # Other ranks write row_source; in a small batch a CTA's first task can be FC2, which reads it.
+        await_peers(lane, ranks, START, self.shape.num_ranks, Wait.FORWARD_START)
         task, index, turn = take_task(ring, index, turn, place)
         while task.kind != int(Kind.END):
             row = task.block * BLOCK_ROWS + lane
@@ -76,10 +79,7 @@ class StoreWarp:
                 first = act + (Int64(row) * intermediate + task.tile * half) * 2
                 rows = [first + 64 * i * intermediate for i in range(ROWS_PER_LANE)]
                 width = existing_columns(task.tile, half, intermediate)
-                if const_expr(self.turns):
-                    self.store_in_turn(staging, barriers, rows, width, lane, count & 1)
-                else:
-                    phase = self.store_rows(staging, barriers, rows, width, lane, phase)
+                phase = self.store_rows(staging, barriers, rows, width, lane, phase)
                 arch.cp_async_bulk_wait_group(0)  # written, not only read from shared memory
                 arch.fence_proxy("async.global")
                 arch.sync_warp()
@@ -89,11 +89,7 @@ class StoreWarp:
             else:
                 rows = self.result_rows(tables.row_source, row, ranks, task.tile * (2 * self.columns))
                 width = existing_columns(task.tile, self.columns, hidden)
-                if const_expr(self.turns):
-                    self.store_in_turn(staging, barriers, rows, width, lane, count & 1)
-                else:
-                    phase = self.store_rows(staging, barriers, rows, width, lane, phase)
-            count += 1
+                phase = self.store_rows(staging, barriers, rows, width, lane, phase)
             task, index, turn = take_task(ring, index, turn, place)
         mark(trace, place, 4, self.trace)
         arch.cp_async_bulk_wait_group(0)
@@ -135,22 +131,6 @@ class StoreWarp:
             if lane == 0:
                 arch.mbarrier_arrive(empty + group)
         return phase ^ 1
-
-    @cute.jit
-    def store_in_turn(self, staging, barriers, rows, width, lane, group):
-        """``store_rows`` of one warpgroup's tile, whose halves come one after the other through the same buffer."""
-        full, empty = barriers
-        for half in range_constexpr(2):
-            arch.mbarrier_wait(full + group, half)
-            for i in range_constexpr(2):
-                if (rows[2 * half + i] != 0) & (width > 0):
-                    staged = staging + (group * WARPGROUP_ROWS + 32 * i + lane) * self.pitch
-                    ptx.bulk_store(rows[2 * half + i], staged, 2 * width)
-            arch.cp_async_bulk_commit_group()
-            arch.cp_async_bulk_wait_group(0, read=True)
-            arch.sync_warp()
-            if lane == 0:
-                arch.mbarrier_arrive(empty + group)
 
     @cute.jit
     def finish(self, lane, counters: Int64, ranks: Ranks):

@@ -24,7 +24,7 @@ class Transfer:
 
     def __init__(self, shape: LayerShape, tiling: Tiling, num_ctas: int) -> None:
         counters = Counters(work_bounds(shape, tiling).max_blocks, shape.num_replica_slots)
-        self.pull, self.num_ctas = PullWarp(shape, counters, tiling.gather), num_ctas
+        self.pull, self.num_ctas = PullWarp(shape, counters), num_ctas
 
     @cute.jit
     def __call__(

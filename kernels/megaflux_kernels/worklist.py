@@ -166,16 +166,11 @@ class Tiling:
         tile_columns: N extent of a tile. FC1 tiles hold gate and up columns, so they yield half as many activations.
         group_blocks: blocks of one slot whose tiles are computed together, so that weights are reused from L2.
         lag: FC1 task words between the end of a group's FC1 and its FC2, so that FC2 need not wait.
-        gather: FC1 reads token rows where they lie, instead of a copy of them in pool order.
     """
 
     tile_columns: int = 256
     group_blocks: int = 16
     lag: int = 128
-    gather: bool = False
-    ahead: bool = False
-    skew: bool = False
-    turns: bool = False
 
     def fc1_tiles(self, shape: LayerShape) -> int:
         """N tiles of FC1."""
