@@ -85,28 +85,30 @@ def run(case: DeviceCase, launches: int, seconds: float) -> list[ResultRow]:
     executor = select_executor(config, case.num_ranks, dist.group.WORLD)
     options = (config.model_copy(update={"replica_slots": 0}), config, config.model_copy(update={"sticky": False}))
     fixed, sticky, moving = (case.layer(executor, option) for option in options)
-    batches, differ = Batches(case, rank), torch.zeros((), dtype=torch.int64, device="cuda")
-    errors, rows, replicas, begin = [0.0], 0, 0, time.monotonic()
+    batches, differ = Batches(case, rank), torch.zeros(LOOK, dtype=torch.int64, device="cuda")
+    errors, sizes, replicas, begin = [0.0], [], 0, time.monotonic()
     align()
     for launch in range(launches):
         batch = next(batches)
-        rows += len(batch.hidden)
+        sizes.append(len(batch.hidden))
         layer = moving if launch % 2 else sticky
         expected, output = fixed.forward_rank(batch), layer.forward_rank(batch)
-        differ += (expected.view(torch.int16) != output.view(torch.int16)).sum()
+        differ[launch % LOOK] = (expected.view(torch.int16) != output.view(torch.int16)).sum()
         if launch % EXACT == 0:
             errors += case.errors([batch], [output])
         if launch % LOOK == LOOK - 1:
-            count, replicas = int(differ), replicas + layer.on_device.last_plan().num_replicas
-            if count or not max(errors) < LIMIT:
-                raise SystemExit(f"launch {launch}, rank {rank}: {count} values differ, relative L2 {max(errors)}")
+            replicas += layer.on_device.last_plan().num_replicas
+            found = [(launch - LOOK + 1 + i, count) for i, count in enumerate(differ.tolist()) if count]
+            if found or not max(errors) < LIMIT:
+                words = ", ".join(f"{count} values of launch {i} ({sizes[i]} tokens)" for i, count in found)
+                raise SystemExit(f"rank {rank}: different are {words or 'none'}; relative L2 {max(errors)}")
             if max(gather(time.monotonic() - begin)) > seconds:
                 launches = launch + 1
                 break
     torch.cuda.synchronize()
     moving.on_device.last_plan()  # raises what a wait has left behind
     total, differing, worst, elapsed, seen = zip(
-        *gather((rows, int(differ), max(errors), time.monotonic() - begin, replicas)), strict=True
+        *gather((sum(sizes), int(differ.sum()), max(errors), time.monotonic() - begin, replicas)), strict=True
     )
     if sum(differing) or not max(worst) < LIMIT or not max(seen):
         raise SystemExit(f"{sum(differing)} values differ, relative L2 {max(worst)}, {max(seen)} replicas in samples")

@@ -109,6 +109,27 @@ def lose_a_peer(rank: int, case: DeviceCase, port: int, dies: bool) -> None:
         layer.forward_rank(batches[0])
 
 
+def serve_unequal(rank: int, case: DeviceCase, port: int) -> None:
+    """A few rows here beside many there: most CTAs begin with FC2 or with nothing, while the other rank still plans."""
+    join(rank, port)
+    config = MegaFluxConfig(
+        executor="megakernel", replica_slots=case.num_slots, max_tokens=case.max_tokens, sticky=False
+    )
+    executor = select_executor(config, 2, dist.group.WORLD)
+    fixed, moving = (case.layer(executor, config.model_copy(update={"replica_slots": s})) for s in (0, case.num_slots))
+    sizes = ((3, 42), (1, case.max_tokens), (case.max_tokens, 2), (0, 60), (case.max_tokens, 0), (1, 1), (40, 3))
+    batches = [case.batch(turn, rank, sizes[turn % len(sizes)][rank]) for turn in range(21)]
+    differ = torch.zeros(len(batches), dtype=torch.int64, device="cuda")
+    for turn in range(20 * len(batches)):
+        batch = batches[turn % len(batches)]
+        expected, output = fixed.forward_rank(batch), moving.forward_rank(batch)
+        differ[turn % len(batches)] += (expected.view(torch.int16) != output.view(torch.int16)).sum()
+    moving.on_device.last_plan()
+    assert differ.tolist() == [0] * len(batches)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -118,6 +139,10 @@ def free_port() -> int:
 @pytest.mark.parametrize("case", CASES, ids=["top-8", "top-2"])
 def test_two_processes_serve_changing_batches_as_one_would(case):
     torch.multiprocessing.spawn(serve, (case, free_port()), nprocs=2)
+
+
+def test_unequal_and_tiny_batches_in_a_row_equal_fixed_placement():
+    torch.multiprocessing.spawn(serve_unequal, (CASES[0], free_port()), nprocs=2)
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["late", "dead"])
