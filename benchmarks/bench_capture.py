@@ -51,7 +51,7 @@ NUM_TRAJECTORIES, TOKENS, PROMPT_TOKENS, STRIDE = 512, 8192, 512, 50_021
 MODEL = ModelShape(num_experts=32, top_k=4, num_layers=24)
 RAW_BYTES_PER_TOKEN = 4 * MODEL.num_layers * MODEL.top_k
 SEALS = 5
-FINISHED, COMPUTED, SPANS = 32, 300_000, 7
+FINISHED, COMPUTED, SPANS = 32, 150_000, 21
 """Trajectories of a span, additions before each (longer than recording it takes), and spans."""
 CASE = {"trajectories": NUM_TRAJECTORIES, "tokens": TOKENS, "routing": "gpt-oss-20b", "layers": 24, "top_k": 4}
 Routes = NDArray[np.uint8]
