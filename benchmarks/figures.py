@@ -16,11 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks import layer_tables
+from benchmarks import layer_tables, serving_tables
 from benchmarks.harness.documents import Row, provenance, rows, table, value
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = tuple(ROOT / name for name in ("README.md", "docs/device-planner.md", "docs/forward-kernel.md"))
+PAGES = ("device-planner", "forward-kernel", "serving-benchmarks")
+DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PAGES))
 BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 TOKENS = (1024, 4096, 8192, 32768, 131072)
@@ -103,6 +104,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "planner": planner,
     "planner_phases": planner_phases,
     **layer_tables.TABLES,
+    **serving_tables.TABLES,
     "routepack": routepack,
 }
 

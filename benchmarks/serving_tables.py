@@ -18,6 +18,14 @@ DECODE_NAMES = {
     "staged": "ours, handed over to vLLM's kernels",
     "sticky": "ours, sticky",
 }
+AGREEMENT = {
+    "first_token_equal_pct": ("first token equal", "{:.1f} %"),
+    "next_token_equal_pct": ("next token equal after equal text", "{:.2f} %"),
+    "answers_equal_pct": ("whole answers equal", "{:.1f} %"),
+    "logprob_difference_median": ("log-probability differs by, median", "{:.4f}"),
+    "logprob_difference_p99": ("99th percentile", "{:.4f}"),
+    "logprob_difference_max": ("most", "{:.4f}"),
+}
 PREFILL_KEYS = ("model", "routing", "batch", "chunk")
 
 
@@ -71,22 +79,26 @@ def decode() -> str:
 
 def agreement() -> str:
     """How far greedy answers agree with the reference's."""
-    metrics = {
-        "first_token_equal_pct": ("first token equal", "{:.1f} %"),
-        "next_token_equal_pct": ("next token equal after equal text", "{:.2f} %"),
-        "answers_equal_pct": ("whole answers equal", "{:.1f} %"),
-        "logprob_difference_median": ("log-probability differs by, median", "{:.4f}"),
-        "logprob_difference_p99": ("99th percentile", "{:.4f}"),
-        "logprob_difference_max": ("most", "{:.4f}"),
-    }
     compared = [(row["case"]["reference"], row["case"]["backend"]) for row in rows("agreement", "answers_equal_pct")]
     lines = []
-    for metric, (name, form) in metrics.items():
+    for metric, (name, form) in AGREEMENT.items():
         values = [value("agreement", metric, reference=r, backend=b) for r, b in compared]
         lines.append([name, *(form.format(v) for v in values)])
     return table(["", *(f"{backend} / {reference}" for reference, backend in compared)], lines) + provenance(
         "agreement"
     )
+
+
+def bf16_noise() -> str:
+    """How far right implementations of the model that was served differ from each other."""
+    pairs = list(dict.fromkeys((row["case"]["reference"], row["case"]["other"]) for row in results("bf16_noise")))
+    lines = []
+    for metric, (name, form) in AGREEMENT.items():
+        if rows("bf16_noise", metric):
+            values = [value("bf16_noise", metric, reference=r, other=o) for r, o in pairs]
+            lines.append([name, *(form.format(v) for v in values)])
+    names = [f"rounded as {other} / {'exact' if of == 'exact' else f'as {of}'}" for of, other in pairs]
+    return table(["", *names], lines) + provenance("bf16_noise")
 
 
 def soak() -> str:
@@ -115,6 +127,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "prefill": prefill,
     "decode": decode,
     "agreement": agreement,
+    "bf16_noise": bf16_noise,
     "soak": soak,
     "load": load,
 }

@@ -37,6 +37,9 @@ CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "
 HANDS_OVER, MIN_TOKENS = "staged", 256
 """The backend that hands small batches over, and from how many rows of a rank it computes itself."""
 
+BUDGET = "benchmark_chunk"
+"""The extra argument of a request that carries the budget of a step to ``scheduler.BudgetScheduler``."""
+
 CAPTURED_BATCHES = [1, 2, 4, 8, 16, 32, 64, 128]
 """Sizes of decode batches that get a CUDA graph; fewer than vLLM's default, so that engines start sooner."""
 

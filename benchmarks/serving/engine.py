@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.serving.backends import EngineSpec
+from benchmarks.serving.backends import BUDGET, EngineSpec
 
-BUDGET = "benchmark_chunk"  # scheduler.BUDGET, which cannot be imported before vLLM
 SUBMIT_TIMEOUT_S, DELIVERY_S = 30.0, 0.05
 
 
@@ -90,8 +89,15 @@ class Engine:
         return time.perf_counter() - start
 
     async def call_workers(self, method: str, *arguments: Any) -> Any:
-        """The answer of the first worker to a method of ``worker.BenchmarkWorker``."""
-        return (await self.llm.collective_rpc(method, args=arguments))[0]
+        """The answer of the first worker to a method of ``worker.BenchmarkWorker``, while no rank steps.
+
+        Data-parallel ranks go on with dummy steps for a while after their last request. A method that gathers from all
+        ranks would wait in one rank for another that is in a step, which waits for the first.
+        """
+        await self.llm.pause_generation(mode="keep", clear_cache=False)
+        answers = await self.llm.collective_rpc(method, args=arguments)
+        await self.llm.resume_generation()
+        return answers[0]
 
     async def count_steps(self) -> int:
         """Scheduler steps of all ranks so far."""

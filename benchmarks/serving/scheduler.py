@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-BUDGET = "benchmark_chunk"
+from benchmarks.serving.backends import BUDGET
 
 
 class BudgetScheduler(AsyncScheduler):
@@ -22,4 +22,4 @@ class BudgetScheduler(AsyncScheduler):
         super().add_request(request)
 
 
-__all__ = ["BUDGET", "BudgetScheduler"]
+__all__ = ["BudgetScheduler"]
