@@ -1,4 +1,4 @@
-"""What the options leave open, settled in the front end: the executor that ``auto`` means, and the largest batch.
+"""What the options leave open, settled in the front end: the executor that ``auto`` means, the largest batch, the gate.
 
 Decides once for all ranks, from the model's configuration and the machine, before an engine process starts; the answer
 travels with vLLM's configuration. Touches no device.
@@ -29,7 +29,7 @@ TOP_KS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 
 
 def settle(config: VllmConfig, options: MegaFluxConfig, num_ranks: int) -> MegaFluxConfig:
-    """The options with ``executor`` and ``max_tokens`` filled in.
+    """The options with ``executor``, ``max_tokens`` and, for the megakernel, ``gate`` filled in.
 
     Args:
         config: vLLM's configuration, with routed experts.

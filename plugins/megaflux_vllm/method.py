@@ -6,6 +6,7 @@ nothing of planning or communication.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,7 +66,6 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
         super().__init__(moe)
         self.name, self.context, self.rows = name, rank_context(), RowShard.of(moe)
         self.replicated_moe: ReplicatedMoE | None = None
-        self.weights: tuple[Tensor, ...] = ()
         self.weight_versions: list[int] = []
 
     def maybe_roundup_sizes(self, hidden_size: int, intermediate_size: int, *args: Any) -> tuple[int, int]:
@@ -112,9 +112,8 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
         )
         if self.replicated_moe.on_device is not None:  # before vLLM measures memory and captures graphs
             self.replicated_moe.on_device.prepare(self.moe.experts_per_token)
-        self.weights = (layer.w13_weight, layer.w2_weight)
         self.context.startup.add(self.replicated_moe)
-        self.context.looks.append(self.notice_writes)
+        self.context.looks.append(partial(self.notice_writes, layer))
         if self.context.meter is not None:
             self.context.meter.watch(self.replicated_moe, self.moe.experts_per_token)
 
@@ -166,12 +165,12 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
             raise UnsupportedError(
                 self.name, "its weight tensors were replaced by others", "copy new weights into them"
             )
-        self.notice_writes()
+        self.notice_writes(layer)
         return moe
 
-    def notice_writes(self) -> None:
+    def notice_writes(self, layer: RoutedExperts) -> None:
         """Forget replicas if the weights were written without a loader since the last look."""
-        versions = [weight._version for weight in self.weights]
+        versions = [layer.w13_weight._version, layer.w2_weight._version]
         if versions != self.weight_versions:
             self.weight_versions = versions
             self.weights_updated()
