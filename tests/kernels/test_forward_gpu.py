@@ -167,6 +167,37 @@ def test_a_captured_graph_replays_and_serves_other_tables():
     assert rig.failures() == []
 
 
+def test_other_ranks_may_write_origins_of_rows_until_they_start():
+    shape = SHAPES["two ranks, top-8"]
+    rig = virtual_rig(shape, seed=10)
+    tokens = [3, 2]  # fewer tasks than CTAs: many a CTA begins with FC2
+    topk = draw_routes(shape, tokens, seed=2)
+    tables = rig.tables(topk, rig.plan(topk, False))
+    rig.load(tables)
+    rig.poison()
+    live, late = rig.ranks[0].row_source, tables[0]["row_source"]
+    live.fill_(-1)
+    torch.cuda.synchronize()
+
+    def launch(i: int) -> None:
+        with torch.cuda.stream(rig.streams[i]):
+            rig.ranks[i].next_launch()
+            rig.layers[i].forward()
+            rig.ranks[i].combine(rig.topk_weights[i][: tokens[i]], rig.out[i][: tokens[i]])
+
+    launch(0)  # waits for the other rank
+    writer = torch.cuda.Stream()
+    with torch.cuda.stream(writer):
+        torch.cuda._sleep(2_000_000)
+        live[: len(late)].copy_(late)
+    writer.synchronize()
+    launch(1)
+    torch.cuda.synchronize()
+    assert rig.failures() == []
+    for errors in rig.errors(topk):
+        assert max(errors) < LIMIT
+
+
 def test_a_peer_that_never_starts_ends_the_launch_with_an_error_that_names_it():
     shape = SHAPES["two ranks, top-8"]
     rig = virtual_rig(shape, seed=9, timeout_s=0.3)
