@@ -1,7 +1,7 @@
-"""The task ring: one lane of every pair of CTAs claims task words and posts them to the warps of both.
+"""The task ring: words in shared memory by which the scheduler tells the warps of a pair of CTAs what comes next.
 
-A ring of two words in shared memory lets the load warp run one task ahead of the matrix warps. Decides who claims and
-when; does not know what a task computes.
+A ring of two words lets the load warp run one task ahead of the matrix warps. Decides how words are posted, taken and
+freed; does not know who claims them (``schedule.py``) or what a task computes.
 """
 
 from __future__ import annotations
