@@ -92,7 +92,7 @@ class Meter:
         )
 
     def publish_every(self, seconds: float, folder: Path) -> threading.Thread:
-        """Write a snapshot into the folder every so many seconds, until ``stop`` or until writing fails.
+        """Write a snapshot into the folder every so many seconds, until ``stop``, a failure or the folder's end.
 
         Returns:
             The thread that does so.
@@ -112,7 +112,7 @@ class Meter:
     def _publish(self, seconds: float, folder: Path) -> None:
         if isinstance(self.executor, DeviceExecutor):
             allow_during_capture()
-        while not self._stop.wait(seconds):
+        while not self._stop.wait(seconds) and folder.is_dir():  # its end is that of the server that made it
             try:
                 self.snapshot().write(folder)
             except Exception:  # serving goes on without metrics

@@ -166,7 +166,7 @@ def _read_lasting(line: bytes) -> tuple[int, Worker, tuple[LayerInfo, ...]]:
 
 
 def name_folder() -> Path:
-    """The folder that ``FOLDER_VARIABLE`` names; a new one in memory that ends with this process, if it names none."""
+    """The folder that ``FOLDER_VARIABLE`` names, made if need be; by default in memory, and removed by this process."""
     if FOLDER_VARIABLE not in os.environ:
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # no disk is worth writing to every second
         folder, owner = tempfile.mkdtemp(prefix="megaflux-metrics-", dir=memory), os.getpid()
@@ -177,7 +177,9 @@ def name_folder() -> Path:
 
         atexit.register(remove)
         os.environ[FOLDER_VARIABLE] = folder
-    return Path(os.environ[FOLDER_VARIABLE])
+    named = Path(os.environ[FOLDER_VARIABLE])
+    named.mkdir(parents=True, exist_ok=True)
+    return named
 
 
 def read_snapshots(folder: Path) -> list[Snapshot]:

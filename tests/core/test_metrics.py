@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -191,8 +192,9 @@ def test_a_folder_of_our_own_is_this_user_s_alone_and_ends_with_the_process_that
     environment = {name: value for name, value in os.environ.items() if name != FOLDER_VARIABLE}
     folder, mode = named_folder(environment)
     assert (mode, folder.exists()) == ("0o700", False)
-    folder, _ = named_folder(environment | {FOLDER_VARIABLE: str(tmp_path)})
-    assert folder == tmp_path
+    given = tmp_path / "given"
+    folder, _ = named_folder(environment | {FOLDER_VARIABLE: str(given)})
+    assert folder == given
     assert folder.exists()
 
 
@@ -233,6 +235,18 @@ def test_a_worker_without_layers_yet_is_there(tmp_path: Path) -> None:
     series = scrape(tmp_path)
     assert series["megaflux_layers", "0"] == series["megaflux_planner_seconds_count", "0"] == 0
     assert not any(name.startswith("megaflux_batches") for name, *_ in series)
+
+
+def test_the_thread_ends_with_the_server_s_folder_and_does_not_make_it_again(tmp_path: Path) -> None:
+    folder = tmp_path / "snapshots"
+    folder.mkdir()
+    meter, _ = served()
+    thread = meter.publish_every(0.01, folder)
+    for _ in range(100):  # a report that is being written may make it once more
+        shutil.rmtree(folder, ignore_errors=True)
+        thread.join(timeout=0.05)
+    assert not thread.is_alive()
+    assert not folder.exists()
 
 
 def test_timeouts_are_counted_by_what_was_waited_for(tmp_path: Path) -> None:
