@@ -4,7 +4,6 @@ weight updates reach every copy. Three servers, one after the other; ten minutes
 
 import base64
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,11 @@ import numpy as np
 import pytest
 
 from tests.plugins.engine_runs import PROMPTS, TINY_MOE
+from tests.plugins.random_moe import write_neighbours
 from tests.plugins.scrapes import missing, scrape, total
 from tests.plugins.sglang_runs import MEGAFLUX, Server, needs_sglang, serve
 
-safetensors = pytest.importorskip("safetensors.torch")
+pytest.importorskip("safetensors.torch")
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800), needs_sglang]
 
@@ -27,21 +27,7 @@ ATTENTION = {"tensor parallel": [], "data parallel": ["--dp-size", "2", "--enabl
 @pytest.fixture(scope="module")
 def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in which every expert has the weights of its neighbour."""
-    folder = tmp_path_factory.mktemp("models") / "other-weights"
-    shutil.copytree(TINY_MOE, folder)
-    weights = safetensors.load_file(folder / "model.safetensors")
-    num_experts = json.loads((folder / "config.json").read_text())["num_experts"]
-
-    def neighbour(name: str) -> str:
-        head, separator, tail = name.partition(".mlp.experts.")
-        if not separator:
-            return name
-        expert, _, matrix = tail.partition(".")
-        return f"{head}{separator}{(int(expert) + 1) % num_experts}.{matrix}"
-
-    moved = {name: weights[neighbour(name)].clone() for name in weights}
-    safetensors.save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return write_neighbours(TINY_MOE, tmp_path_factory.mktemp("models") / "other-weights")
 
 
 def update_weights(server: Server, checkpoint: Path) -> None:
