@@ -10,7 +10,7 @@ experts gathers the routes of the attention ranks instead of looking for its own
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from typing import Any, get_type_hints
 
 NAME = "megaflux"
 FLAGS = f"--moe-a2a-backend {NAME} --moe-runner-backend {NAME}"
@@ -58,14 +58,19 @@ def runner_choices() -> list[str]:
 
 
 def a2a_choices() -> list[str]:
-    """The list behind ``--moe-a2a-backend``; from 0.5.19 it has no name of its own."""
+    """The list behind ``--moe-a2a-backend``; from 0.5.19 it stands in the field's annotation only.
+
+    SGLang evaluates an annotation that is text whenever it asks for it, so what it evaluates to takes the text's place.
+    """
     from sglang.srt import server_args
 
     if hasattr(server_args, "MOE_A2A_BACKEND_CHOICES"):
         named: list[str] = server_args.MOE_A2A_BACKEND_CHOICES
         return named
-    metadata = server_args.ServerArgs.__annotations__["moe_a2a_backend"].__metadata__
-    choices: list[str] = next(item.choices for item in metadata if getattr(item, "choices", None))
+    annotations, field = server_args.ServerArgs.__annotations__, "moe_a2a_backend"
+    if isinstance(annotations[field], str):
+        annotations[field] = get_type_hints(server_args.ServerArgs, include_extras=True)[field]
+    choices: list[str] = next(item.choices for item in annotations[field].__metadata__ if hasattr(item, "choices"))
     return choices
 
 

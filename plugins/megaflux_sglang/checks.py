@@ -11,10 +11,10 @@ from typing import Any
 
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError, UnsupportedError
+from megaflux_sglang import versions
 from megaflux_sglang.backend import FLAGS, NAME
 from megaflux_sglang.choice import num_routed_experts, settle
 from megaflux_sglang.options import megaflux_config, option_error
-from megaflux_sglang.versions import Hook
 
 DTYPES = ("float32", "bfloat16")
 # Model classes that hand a rank its own rows and take them back finished when the backend is of DeepEP's kind. Others
@@ -49,13 +49,14 @@ SERVED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str, str]] = {
 }
 
 
-def check_server_args(result: None, server_args: Any, *args: Any, **kwargs: Any) -> None:
-    """After ``ServerArgs.__post_init__``, in the launcher.
+def check_server_args(result: None, record: Any, *args: Any, **kwargs: Any) -> None:
+    """After SGLang has resolved a ``ServerArgs``, in the launcher.
 
     Raises:
         ConfigError: a value that is not allowed, of a flag or of an option of ours.
         UnsupportedError: a flag or model of SGLang's that the backend does not serve.
     """
+    server_args = versions.resolved(record)
     chosen = [server_args.moe_a2a_backend == NAME, server_args.moe_runner_backend == NAME]
     if not any(chosen):
         return
@@ -152,6 +153,10 @@ def check_layer(layer: Any) -> None:
             )
 
 
-HOOKS: tuple[Hook, ...] = (("sglang.srt.server_args.ServerArgs.__post_init__", check_server_args, "after"),)
+def hooks() -> tuple[versions.Hook, ...]:
+    """The hook, where this release resolves arguments."""
+    method = "resolve_once" if versions.keeps_raw_arguments() else "__post_init__"
+    return ((f"sglang.srt.server_args.ServerArgs.{method}", check_server_args, "after"),)
 
-__all__ = ["ARCHITECTURES", "HOOKS", "check_arguments", "check_layer", "check_model", "check_server_args"]
+
+__all__ = ["ARCHITECTURES", "check_arguments", "check_layer", "check_model", "check_server_args", "hooks"]

@@ -24,6 +24,7 @@ from megaflux_serve.workspace import Workspace
 from megaflux_sglang.choice import settle
 from megaflux_sglang.metrics import worker_meter
 from megaflux_sglang.options import megaflux_config, option_error
+from megaflux_sglang.versions import resolved
 
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
@@ -70,7 +71,7 @@ def rank_context(server_args: Any, device: torch.device) -> RankContext:
     group = get_moe_ep_group()
     if group not in _contexts:
         try:
-            options = settle(server_args, megaflux_config(server_args))
+            options = settle(resolved(server_args), megaflux_config(server_args))
             executor = select_executor(options, group.world_size, group.device_group, device)
         except ConfigError as error:
             raise option_error(error) from None

@@ -108,6 +108,38 @@ def server_args() -> Any:
     return get_server_args()
 
 
+class Arguments:
+    """A server's arguments as SGLang has resolved them. From 0.5.19 the record itself keeps what the user wrote.
+
+    Args:
+        record: the ``ServerArgs``.
+    """
+
+    def __init__(self, record: Any) -> None:
+        from sglang.srt.arg_groups.model_override_base import resolved_view
+
+        self._record, self._resolved = record, resolved_view(record)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._resolved, name)
+
+    def get_model_config(self) -> Any:
+        """SGLang's configuration of the model; before 0.5.19 a method of the record."""
+        from sglang.srt.configs.model_config import ModelConfig
+
+        return ModelConfig.from_server_args(self._record)
+
+
+def keeps_raw_arguments() -> bool:
+    """Whether this release resolves arguments in an act of its own, ``ServerArgs.resolve_once``."""
+    return release(engine_version()) >= (0, 5, 19)
+
+
+def resolved(record: Any) -> Any:
+    """The arguments of a ``ServerArgs`` as they count."""
+    return Arguments(record) if keeps_raw_arguments() else record
+
+
 __all__ = [
     "TESTED",
     "Hook",
@@ -115,8 +147,10 @@ __all__ = [
     "engine_version",
     "hook",
     "is_supported",
+    "keeps_raw_arguments",
     "missing_hooks",
     "refusal",
     "release",
+    "resolved",
     "server_args",
 ]
