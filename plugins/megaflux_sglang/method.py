@@ -62,20 +62,9 @@ class MegaFluxMoEMethod(UnquantizedFusedMoEMethod):
         if self.replicated_moe is not None:
             self.replicated_moe.weights_updated()
             return
-        self.replicated_moe = ReplicatedMoE(
-            self.name,
-            self.layout,
-            self.context.options,
-            self.context.executor,
-            self.context.workspace,
-            [ExpertWeights(layer.w13_weight.data, layer.w2_weight.data)],
-            self.context.observers,
-        )
-        if self.replicated_moe.on_device is not None:  # before SGLang measures memory and captures graphs
-            self.replicated_moe.on_device.prepare(layer.top_k)
-        if self.context.meter is not None:
-            self.context.meter.watch(self.replicated_moe, layer.top_k)
-        self.context.startup.add(self.replicated_moe)
+        home = ExpertWeights(layer.w13_weight.data, layer.w2_weight.data)
+        # before SGLang measures memory and captures graphs
+        self.replicated_moe = self.context.add_layer(self.name, self.layout, home, layer.top_k)
         _served.add(self.replicated_moe)
 
     def apply(self, layer: FusedMoE, dispatch_output: StandardDispatchOutput) -> StandardCombineInput:

@@ -7,20 +7,14 @@ have one rule of placement, rank ``e // (E/P)``, which is the core's default.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError
-from megaflux_serve.executors import DeviceExecutor, Executor, select_executor
-from megaflux_serve.layer import Observer
-from megaflux_serve.metrics.meter import Meter
-from megaflux_serve.plan_log import PlanLog
-from megaflux_serve.startup import Startup
-from megaflux_serve.workspace import Workspace
+from megaflux_serve.executors import DeviceExecutor, select_executor
+from megaflux_serve.rank import RankContext
 from megaflux_sglang.choice import settle
 from megaflux_sglang.metrics import worker_meter
 from megaflux_sglang.options import megaflux_config, option_error
@@ -30,27 +24,6 @@ if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
 
 LOGGER = logging.getLogger("sglang.megaflux")
-
-
-@dataclass(frozen=True)
-class RankContext:
-    """What all layers of a rank share.
-
-    Attributes:
-        options: the validated options.
-        executor: drives this rank.
-        workspace: where replica slots come from.
-        observers: the plan log, on rank 0 and if one is asked for.
-        meter: adds up what the layers do, where somebody asks for metrics.
-        startup: says what the layers take.
-    """
-
-    options: MegaFluxConfig
-    executor: Executor | DeviceExecutor
-    workspace: Workspace
-    observers: list[Observer]
-    meter: Meter | None
-    startup: Startup
 
 
 _contexts: WeakKeyDictionary[GroupCoordinator, RankContext] = WeakKeyDictionary()
@@ -75,11 +48,8 @@ def rank_context(server_args: Any, device: torch.device) -> RankContext:
             executor = select_executor(options, group.world_size, group.device_group, device)
         except ConfigError as error:
             raise option_error(error) from None
-        workspace = Workspace(options.replica_slots if group.world_size > 1 else 0, options.sticky)
-        logs = [PlanLog(options.plan_log)] if options.plan_log is not None and group.rank_in_group == 0 else []
         meter = worker_meter(options, executor, group.rank_in_group, server_args)
-        startup = Startup(options, executor, LOGGER if group.rank_in_group == 0 else None)
-        _contexts[group] = RankContext(options, executor, workspace, [*logs], meter, startup)
+        _contexts[group] = RankContext.of(options, executor, group.rank_in_group, meter, LOGGER)
     return _contexts[group]
 
 
@@ -88,4 +58,4 @@ def device_executors() -> list[DeviceExecutor]:
     return [context.executor for context in _contexts.values() if isinstance(context.executor, DeviceExecutor)]
 
 
-__all__ = ["RankContext", "device_executors", "rank_context"]
+__all__ = ["device_executors", "rank_context"]

@@ -101,21 +101,10 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
             self.weights_updated()
             return
         self.moe_kernel = SelfContainedKernel(self.layout.num_ranks)
-        self.replicated_moe = ReplicatedMoE(
-            self.name,
-            self.layout,
-            self.context.options,
-            self.context.executor,
-            self.context.workspace,
-            [ExpertWeights(layer.w13_weight.data, layer.w2_weight.data)],
-            self.context.observers,
-        )
-        if self.replicated_moe.on_device is not None:  # before vLLM measures memory and captures graphs
-            self.replicated_moe.on_device.prepare(self.moe.experts_per_token)
-        self.context.startup.add(self.replicated_moe)
+        home = ExpertWeights(layer.w13_weight.data, layer.w2_weight.data)
+        # before vLLM measures memory and captures graphs
+        self.replicated_moe = self.context.add_layer(self.name, self.layout, home, self.moe.experts_per_token)
         self.context.looks.append(partial(self.notice_writes, layer))
-        if self.context.meter is not None:
-            self.context.meter.watch(self.replicated_moe, self.moe.experts_per_token)
 
     def weights_updated(self) -> None:
         """Have every rank forget its resident replicas before the next batch."""

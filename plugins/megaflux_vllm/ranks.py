@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -17,15 +17,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError, InputError
-from megaflux_serve.executors import DeviceExecutor, Executor, select_executor
-from megaflux_serve.layer import Observer
-from megaflux_serve.metrics.meter import Meter
-from megaflux_serve.plan_log import PlanLog
+from megaflux_serve.executors import DeviceExecutor, select_executor
+from megaflux_serve.rank import RankContext
 from megaflux_serve.slots import IntArray, SlotLayout
-from megaflux_serve.startup import Startup
-from megaflux_serve.workspace import ExpertWeights, Workspace
+from megaflux_serve.workspace import ExpertWeights
 from megaflux_vllm.checks import megaflux_config, option_error
 from megaflux_vllm.metrics import worker_meter
 from megaflux_vllm.steps import watch_steps
@@ -38,26 +34,14 @@ LOGGER = logging.getLogger("vllm.megaflux")
 
 
 @dataclass(frozen=True)
-class RankContext:
-    """What all layers of a rank share.
+class VllmRankContext(RankContext):
+    """What all layers of a rank share under vLLM.
 
     Attributes:
-        options: the validated options.
-        executor: drives this rank.
-        workspace: where replica slots come from.
-        observers: the plan log, on rank 0 and if one is asked for.
-        meter: adds up what the layers do, where somebody asks for metrics.
-        startup: says what the layers take.
         looks: functions that notice what was written into a layer's weights, one a layer.
     """
 
-    options: MegaFluxConfig
-    executor: Executor | DeviceExecutor
-    workspace: Workspace
-    observers: list[Observer]
-    meter: Meter | None
-    startup: Startup
-    looks: list[Callable[[], None]]
+    looks: list[Callable[[], None]] = field(default_factory=list)
 
     def notice_writes(self) -> None:
         """Have layers forget their replicas if somebody has written into their weights since the last look."""
@@ -74,10 +58,10 @@ class RankContext:
         return ExpertWeights(w13, torch.empty((own, hidden, intermediate), dtype=dtype))
 
 
-_contexts: WeakKeyDictionary[GroupCoordinator, RankContext] = WeakKeyDictionary()
+_contexts: WeakKeyDictionary[GroupCoordinator, VllmRankContext] = WeakKeyDictionary()
 
 
-def rank_context() -> RankContext:
+def rank_context() -> VllmRankContext:
     """The context of vLLM's expert-parallel group, made with the first layer of the model that is being built.
 
     Raises:
@@ -95,11 +79,8 @@ def rank_context() -> RankContext:
             executor = select_executor(options, group.world_size, group.device_group, current_platform.device_type)
         except ConfigError as error:
             raise option_error(error) from None
-        workspace = Workspace(options.replica_slots if group.world_size > 1 else 0, options.sticky)
-        logs = [PlanLog(options.plan_log)] if options.plan_log is not None and group.rank_in_group == 0 else []
         meter = worker_meter(options, executor, group.rank_in_group, config)
-        startup = Startup(options, executor, LOGGER if group.rank_in_group == 0 else None)
-        context = RankContext(options, executor, workspace, [*logs], meter, startup, looks=[])
+        context = VllmRankContext.of(options, executor, group.rank_in_group, meter, LOGGER)
         if isinstance(executor, DeviceExecutor):
             watch_steps(executor, context.notice_writes)
         _contexts[group] = context
@@ -184,4 +165,4 @@ class RowShard:
         return tensor_model_parallel_all_gather(padded, dim=0)[:num_rows]
 
 
-__all__ = ["RankContext", "RowShard", "home_ranks", "rank_context"]
+__all__ = ["RowShard", "VllmRankContext", "home_ranks", "rank_context"]

@@ -26,6 +26,7 @@ ORDER = (
     "plan_log",
     "startup",
     "metrics",
+    "rank",
     "cli",
 )
 SOURCES = sorted((ROOT / "megaflux_serve").rglob("*.py"))

@@ -31,8 +31,7 @@ from megaflux_serve.executors import DeviceExecutor, DeviceLayer, Executor, Memo
 from megaflux_serve.planning.plan import ReplicaPlan
 from megaflux_serve.routing import RoutingBatch
 from megaflux_serve.slots import SlotLayout
-from megaflux_serve.startup import Startup
-from megaflux_serve.workspace import ExpertSlots, ExpertWeights, Workspace
+from megaflux_serve.workspace import ExpertSlots, ExpertWeights
 from tests.oracles.moe_float64 import moe_float64
 from tests.plugins.vllm_configs import moe_config
 
@@ -196,7 +195,7 @@ def test_the_stock_method_does_not_stand_in_for_the_backend() -> None:
         assert isinstance(UnquantizedFusedMoEMethod(moe_config(moe_backend="auto")), UnquantizedFusedMoEMethod)
 
 
-def context_of(group: Group, **options: Any) -> ranks.RankContext:
+def context_of(group: Group, **options: Any) -> ranks.VllmRankContext:
     """The context that layers of this group and these options share."""
     config = VllmConfig(additional_config={"megaflux": options})
     with pytest.MonkeyPatch.context() as patch, set_current_vllm_config(config):
@@ -233,9 +232,7 @@ def loaded_layer(
 ) -> tuple[method.MegaFluxMoEMethod, Layer]:
     """A layer of 8 experts on one rank, its weights loaded."""
     options = MegaFluxConfig(block_rows=4, **more)
-    context = ranks.RankContext(
-        options, executor, Workspace(0), [], None, Startup(options, executor, logging.getLogger("vllm.megaflux")), []
-    )
+    context = ranks.VllmRankContext.of(options, executor, 0, None, logging.getLogger("vllm.megaflux"))
     monkeypatch.setattr(method, "rank_context", lambda: context)
     monkeypatch.setattr(RowShard, "of", lambda moe: RowShard(1, 0))
     with set_current_vllm_config(VllmConfig()):
