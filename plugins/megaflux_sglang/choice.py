@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 from megaflux_serve.config import MegaFluxConfig
-from megaflux_serve.errors import ConfigError, UnsupportedError
+from megaflux_serve.errors import ConfigError
+from megaflux_serve.executors.automatic import automatic_executor
 from megaflux_serve.executors.limits import layer_shape
 from megaflux_serve.planning.calibration import costs_here
 from megaflux_serve.planning.gate import GateCosts
@@ -43,7 +45,8 @@ def settle(server_args: Any, options: MegaFluxConfig) -> MegaFluxConfig:
     if options.executor == "megakernel":
         check_megakernel(server_args, options)
     elif options.executor == "auto":
-        options = options.model_copy(update={"executor": automatic(server_args, options)})
+        executor = automatic_executor(partial(obstacle, server_args, options), server_args.tp_size, LOGGER)
+        options = options.model_copy(update={"executor": executor})
     if options.min_tokens:
         raise ConfigError("min_tokens", options.min_tokens, "0: in SGLang small batches are not handed over")
     if options.executor == "megakernel" and options.gate == "auto" and server_args.tp_size > 1:
@@ -82,19 +85,14 @@ def uses_graphs(server_args: Any) -> bool:
     return any(phase.backend.name != "DISABLED" for phase in (config.prefill, config.decode))
 
 
-def automatic(server_args: Any, options: MegaFluxConfig) -> str:
-    """The executor that ``auto`` stands for here, said in the log with the reason."""
-    on_host = "staged" if server_args.tp_size > 1 else "reference"
-    try:
-        check_megakernel(server_args, options)
-        obstacle = machine_obstacle(server_args)
-    except (ConfigError, UnsupportedError) as error:
-        obstacle = str(error)
-    if obstacle is None:
-        LOGGER.info("executor 'auto' is 'megakernel' here")
-        return "megakernel"
-    LOGGER.info("executor 'auto' is %r here, not 'megakernel': %s", on_host, obstacle)
-    return on_host
+def obstacle(server_args: Any, options: MegaFluxConfig) -> str | None:
+    """Why the megakernel cannot run here, None if it can.
+
+    Raises:
+        ConfigError, UnsupportedError: what the model or the options set against it.
+    """
+    check_megakernel(server_args, options)
+    return machine_obstacle(server_args)
 
 
 def machine_obstacle(server_args: Any) -> str | None:
@@ -147,4 +145,4 @@ def num_routed_experts(config: Any) -> int:
     return int(getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None) or 0)
 
 
-__all__ = ["automatic", "check_megakernel", "machine_obstacle", "num_routed_experts", "rows_a_rank", "settle"]
+__all__ = ["check_megakernel", "machine_obstacle", "num_routed_experts", "obstacle", "rows_a_rank", "settle"]

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from megaflux_serve.config import MegaFluxConfig
-from megaflux_serve.errors import ConfigError, UnsupportedError
+from megaflux_serve.errors import ConfigError
+from megaflux_serve.executors.automatic import automatic_executor
 from megaflux_serve.executors.limits import layer_shape
 from megaflux_serve.planning.calibration import costs_here
 from megaflux_serve.planning.gate import GateCosts
@@ -49,7 +51,8 @@ def settle(config: VllmConfig, options: MegaFluxConfig, num_ranks: int) -> MegaF
     if options.executor == "megakernel":
         check_megakernel(config, options, num_ranks)
     elif options.executor == "auto":
-        options = options.model_copy(update={"executor": automatic(config, options, num_ranks)})
+        executor = automatic_executor(partial(obstacle, config, options, num_ranks), num_ranks, LOGGER)
+        options = options.model_copy(update={"executor": executor})
     if options.min_tokens:
         check_small_batches(config, options)
     if options.executor == "megakernel" and options.gate == "auto" and num_ranks > 1:
@@ -87,19 +90,14 @@ def size_of(config: VllmConfig, names: Sequence[str]) -> int | None:
     return next((int(sizes[name]) for name in names if sizes.get(name)), None)
 
 
-def automatic(config: VllmConfig, options: MegaFluxConfig, num_ranks: int) -> str:
-    """The executor that ``auto`` stands for here, said in the log with the reason."""
-    on_host = "staged" if num_ranks > 1 else "reference"
-    try:
-        check_megakernel(config, options, num_ranks)
-        obstacle = machine_obstacle(num_ranks)
-    except (ConfigError, UnsupportedError) as error:
-        obstacle = str(error)
-    if obstacle is None:
-        LOGGER.info("executor 'auto' is 'megakernel' here")
-        return "megakernel"
-    LOGGER.info("executor 'auto' is %r here, not 'megakernel': %s", on_host, obstacle)
-    return on_host
+def obstacle(config: VllmConfig, options: MegaFluxConfig, num_ranks: int) -> str | None:
+    """Why the megakernel cannot run here, None if it can.
+
+    Raises:
+        ConfigError, UnsupportedError: what the model or the options set against it.
+    """
+    check_megakernel(config, options, num_ranks)
+    return machine_obstacle(num_ranks)
 
 
 def machine_obstacle(num_ranks: int) -> str | None:
@@ -143,11 +141,11 @@ def check_megakernel(config: VllmConfig, options: MegaFluxConfig, num_ranks: int
 
 
 __all__ = [
-    "automatic",
     "check_megakernel",
     "check_small_batches",
     "gate_costs",
     "machine_obstacle",
+    "obstacle",
     "settle",
     "size_of",
 ]
