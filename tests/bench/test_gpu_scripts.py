@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ("gpu_layer_forward.sh", "gpu_planner.sh")
+STEPS = {
+    "gpu_capture.sh": (),
+    "gpu_layer_forward.sh": (),
+    "gpu_metrics.sh": ("totals", "overhead"),
+    "gpu_planner.sh": (),
+    "gpu_sglang.sh": ("smoke", "prefill"),
+    "gpu_sweep.sh": ("times",),
+    "gpu_vllm.sh": (),
+    "gpu_vllm_bench.sh": ("quick", "qwen", "deepseek", "load"),
+}
+"""By script, the steps to run; none are all of them."""
+WITHOUT_NAMED_STEPS = ("gpu_capture.sh", "gpu_sweep.sh")
 STUB = """#!/usr/bin/env bash
 printf '%q ' "$(basename "$0")" "$@" >>"$COMMANDS"
 echo >>"$COMMANDS"
@@ -40,28 +51,42 @@ def commands(script: str, folder: Path, *arguments: str) -> list[list[str]]:
     return [shlex.split(line) for line in (folder / "commands").read_text().splitlines()]
 
 
-def options_of(program: str) -> set[str]:
-    """Long options that a benchmark's source declares."""
-    return set(re.findall(r"add_argument\(\s*\"(--[a-z-]+)", (ROOT / program).read_text()))
+def program_of(command: list[str]) -> tuple[Path | None, list[str]]:
+    """The program of this project that a command runs, and what it is given; pytest's are its own business."""
+    if "pytest" in command:
+        return None, []
+    for i, word in enumerate(command):
+        if re.fullmatch(r"benchmarks/[\w/]+\.py", word):
+            return ROOT / word, command[i + 1 :]
+        if word == "-m":
+            return ROOT / f"{command[i + 1].replace('.', '/')}.py", command[i + 2 :]
+    return None, []
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+def options_of(program: Path) -> set[str]:
+    """Long options that a program's source declares."""
+    return set(re.findall(r"\badd(?:_argument)?\(\s*\"(--[a-z-]+)", program.read_text()))
+
+
+def test_every_script_is_run_here() -> None:
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("gpu_*.sh")}
+    assert scripts == {*STEPS, "gpu_steps.sh"}  # the last one is what the others share
+
+
+@pytest.mark.parametrize("script", STEPS)
 def test_every_step_starts_what_exists_with_options_that_it_has(script: str, tmp_path: Path) -> None:
-    seen = 0
-    for command in commands(script, tmp_path):
-        files = [word for word in command if re.fullmatch(r"(benchmarks|tests)/[\w/]+\.py", word)]
-        modules = [command[i + 1] for i, word in enumerate(command) if word == "-m" and "pytest" not in command]
-        assert all((ROOT / file).is_file() for file in files), command
-        assert all((ROOT / f"{module.replace('.', '/')}.py").is_file() for module in modules), command
-        benchmarks = [file for file in files if file.startswith("benchmarks/")]
-        if benchmarks:
-            after = command[command.index(benchmarks[0]) :]
-            assert {word for word in after if word.startswith("--")} <= options_of(benchmarks[0]), command
-            seen += 1
-    assert seen or script != "gpu_layer_forward.sh"
+    programs = []
+    for command in commands(script, tmp_path, *STEPS[script]):
+        tests = [word for word in command if re.fullmatch(r"tests/[\w/]+\.py", word)]
+        assert all((ROOT / file).is_file() for file in tests), command
+        program, given = program_of(command)
+        if program is not None:
+            assert {word for word in given if word.startswith("--")} <= options_of(program), command
+            programs.append(program)
+    assert programs
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [script for script in STEPS if script not in WITHOUT_NAMED_STEPS])
 def test_an_unknown_step_is_named(script: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="unknown step nothing; known"):
         commands(script, tmp_path, "nothing")
