@@ -89,6 +89,29 @@ def test_every_rule_is_tested() -> None:
     assert [name for name in RECORDED if name not in text] == []
 
 
+def test_containers_find_every_file_and_variable_that_they_need() -> None:
+    folder = ROOT / "dashboards"
+    compose = yaml.safe_load((folder / "compose.yaml").read_text())
+    mounts = {}
+    for name, service in compose["services"].items():
+        for source, target, *_ in (volume.split(":") for volume in service["volumes"]):
+            mounts[name, target] = source
+            assert (folder / source).is_dir() if source.startswith(".") else source in compose["volumes"]
+    (config,) = [word for word in compose["services"]["prometheus"]["command"] if "--config.file=" in word]
+    path = Path(config.partition("=")[2])
+    assert (folder / mounts["prometheus", str(path.parent)] / path.name).is_file()
+
+    given = compose["services"]["grafana"]["environment"]
+    (provisioned,) = [source for (_, target), source in mounts.items() if target == "/etc/grafana/provisioning"]
+    files = sorted((folder / provisioned).glob("*/*.yml"))
+    assert [file.parent.name for file in files] == ["dashboards", "datasources"]
+    providers, sources = (yaml.safe_load(file.read_text()) for file in files)
+    assert {name for file in files for name in re.findall(r"\$\{(\w+)\}", file.read_text())} <= given.keys()
+    assert [provider["options"]["path"] for provider in providers["providers"]] == ["${DASHBOARDS}"]
+    assert list((folder / mounts["grafana", given["DASHBOARDS"]]).glob("*.json"))
+    assert [source["type"] for source in sources["datasources"] if source["isDefault"]] == ["prometheus"]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [("check", "config", RULES / "prometheus.yml"), ("test", "rules", ROOT / "tests" / "ops" / "rules.yml")],
