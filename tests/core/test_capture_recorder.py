@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from megaflux_serve.capture import ReplayStore
-from megaflux_serve.capture.background import CallThread
+from megaflux_serve.capture.background import MAX_WAITING, CallThread
 from megaflux_serve.capture.recorder import FinishedRequest, Recorder, labels_of
 from tests.oracles.replay_routes import random_routes
 
@@ -84,6 +85,41 @@ def test_an_observer_is_told_what_became_of_every_request(tmp_path: Path, monkey
     made.record(FinishedRequest("c", 4, 3, routes(6)))
     num_bytes = next((tmp_path / "shards").iterdir()).stat().st_size
     assert told == [(7, num_bytes), ("refused",), ("storage",)]
+
+
+def test_memory_does_not_grow_with_the_requests_that_were_recorded(tmp_path: Path) -> None:
+    recorded, num_rows = recorder(tmp_path), 1000
+    array = routes(num_rows)
+
+    def record(first: int, last: int) -> None:
+        for number in range(first, last):
+            recorded.record(FinishedRequest(f"r{number}", 1, num_rows, array))
+
+    record(0, 20)  # what is made once
+    tracemalloc.start()
+    record(20, 300)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < array.nbytes  # of 280 such arrays
+    assert len(list(ReplayStore(tmp_path).records())) == 300
+
+
+def test_a_caller_that_is_faster_than_the_disk_is_held_up() -> None:
+    thread, gate = CallThread("test", LOGGER), threading.Event()
+    thread.submit(gate.wait, 10)
+
+    def submit_many() -> None:
+        for number in range(MAX_WAITING + 2):
+            thread.submit(int, number)
+
+    caller = threading.Thread(target=submit_many)
+    caller.start()
+    caller.join(0.3)
+    assert caller.is_alive()
+    gate.set()
+    caller.join(10)
+    thread.wait()
+    assert not caller.is_alive()
 
 
 def test_labels_are_the_parameters_with_our_prefix() -> None:
