@@ -49,7 +49,7 @@ class Gathered:
         dist.all_gather_into_tensor(self.weights, rig.topk_weights[0][: self.tokens].contiguous())
         self.rows = torch.empty(every, shape.hidden, dtype=torch.bfloat16, device="cuda")
         self.out = torch.empty(self.tokens, shape.hidden, dtype=torch.bfloat16, device="cuda")
-        self.w13, self.w2 = (stack[: shape.home_slots] for stack in (rig.pools[0].w1, rig.pools[0].w2))
+        self.w13, self.w2 = rig.pools[0].w1, rig.pools[0].w2
 
         slot = self.local[self.ids.long()]
         token, choice = (slot >= 0).nonzero(as_tuple=True)

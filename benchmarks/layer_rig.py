@@ -71,9 +71,15 @@ class Rig:
     ) -> None:
         self.shape, self.config, self.seed = shape, config, seed
         self.ranks = [ForwardBuffers(shape, config, memory, timeout_s) for memory, _ in memories]
-        weights = WeightMap(shape.slots, shape.hidden, shape.intermediate)
-        self.pools = [WeightPool(weights, memory) for _, memory in memories]
-        self.layers = [ForwardLayer(*pair) for pair in zip(self.ranks, self.pools, strict=True)]
+        home, replicas = weight_maps(shape)
+        self.pools = [WeightPool(home, memory) for _, memory in memories]
+        self.replicas = [
+            tuple(
+                torch.zeros(region.extents, dtype=torch.bfloat16, device="cuda") for region in replicas.regions.values()
+            )
+            for _ in memories
+        ]
+        self.layers = [ForwardLayer(*of_rank) for of_rank in zip(self.ranks, self.pools, self.replicas, strict=True)]
         self.streams = [torch.cuda.Stream() for _ in self.ranks]
         self.topk_weights, self.out = [], []
         for rank in self.ranks:
@@ -147,8 +153,7 @@ class Rig:
     def poison(self) -> None:
         """NaN in every buffer that a launch must fill before it reads it."""
         torch.cuda.synchronize()
-        for rank, pool, out in zip(self.ranks, self.pools, self.out, strict=True):
-            replicas = (pool.w1[self.shape.home_slots :], pool.w2[self.shape.home_slots :])
+        for rank, replicas, out in zip(self.ranks, self.replicas, self.out, strict=True):
             for buffer in (rank.pool, rank.act, rank.results, out, *replicas):
                 buffer.fill_(float("nan"))
         torch.cuda.synchronize()
@@ -210,10 +215,17 @@ def relative_l2(value: Tensor, exact: Tensor) -> float:
     return float((value.double() - exact).norm() / exact.norm())
 
 
+def weight_maps(shape: LayerShape) -> tuple[WeightMap, WeightMap]:
+    """Extents of a rank's (home slots, replica slots)."""
+    home, replicas = (
+        WeightMap(slots, shape.hidden, shape.intermediate) for slots in (shape.home_slots, shape.num_replica_slots)
+    )
+    return home, replicas
+
+
 def memory_sizes(shape: LayerShape, tiling: Tiling) -> tuple[int, int]:
     """Symmetric bytes of a rank: (buffers, weights)."""
-    weights = WeightMap(shape.slots, shape.hidden, shape.intermediate)
-    return ForwardMap(shape, tiling).symmetric_bytes, weights.num_bytes
+    return ForwardMap(shape, tiling).symmetric_bytes, weight_maps(shape)[0].num_bytes
 
 
 def virtual_rig(shape: LayerShape, seed: int = 0, timeout_s: float = 5.0, **options: object) -> Rig:

@@ -70,7 +70,7 @@ class ReplicatedMoE:
         layout: ranks, experts and slots; equal on every rank.
         config: options; equal on every rank.
         executor: who carries plans out, or plans on the device.
-        workspace: where replica slots come from; a device executor has its own.
+        workspace: where replica slots come from.
         home: home weights a local rank, E/P experts each: views of the engine's parameters, which stay where they are.
             A device executor reads them from memory that peers can read, ``slots[i].home``: it copies those that are
             not from its ``home_weights``, and the engine's parameters must then be made views of that.
@@ -101,12 +101,12 @@ class ReplicatedMoE:
         self.name, self.layout, self.config = name, layout, config
         self.observers = list(observers)
         self.on_device: DeviceLayer | None = None
+        self.slots = [workspace.slots(own, rank) for own, rank in zip(home, executor.local_ranks, strict=True)]
         if isinstance(executor, DeviceExecutor):
-            self.on_device = executor.layer(layout, config, home)
+            self.on_device = executor.layer(layout, config, self.slots)
             self.slots = list(self.on_device.slots)
         else:
             self.executor = executor
-            self.slots = [workspace.slots(own, rank) for own, rank in zip(home, executor.local_ranks, strict=True)]
         self.resident, self.is_stale = layout.no_replicas(), False
         self.step = 0
 

@@ -50,9 +50,10 @@ def startup_line(options: MegaFluxConfig, executor: Executor | DeviceExecutor, l
         layers: of the rank, at least one.
     """
     layout, name = layers[0].layout, type(executor).__name__.removesuffix("Executor").lower()
+    holders = "rank and layer" if options.sticky else "rank, shared by its layers"
     line = (
         f"megaflux: executor {name}, {layout.num_ranks} ranks, {len(layers)} layers of {layout.num_experts} experts, "
-        f"{layout.experts_per_rank} home and {layout.num_replica_slots} replica slots a rank and layer"
+        f"{layout.experts_per_rank} home and {layout.num_replica_slots} replica slots a {holders}"
     )
     if options.min_tokens:
         line += f", the engine's own kernels for batches of less than {options.min_tokens} rows"

@@ -121,8 +121,10 @@ class Forward:
         self,
         pool: Int64,
         act: Int64,
-        w1: Int64,
-        w2: Int64,
+        home_w1: Int64,
+        home_w2: Int64,
+        replica_w1: Int64,
+        replica_w2: Int64,
         header: Int64,
         tasks: Int64,
         row_source: Int64,
@@ -141,8 +143,10 @@ class Forward:
         """Launch one rank.
 
         Args:
-            pool, act, w1, w2, header, tasks, row_source, places, transfers, counters, flags: addresses of this rank's
-                buffers, see ``forward_map.py``; pool, act and counters are written, counters must be zero.
+            pool, act, header, tasks, row_source, places, transfers, counters, flags: addresses of this rank's buffers,
+                see ``forward_map.py``; pool, act and counters are written, counters must be zero.
+            home_w1, home_w2: addresses of BF16 [E/P, 2I, H] and [E/P, H, I], the weights in this rank's home slots.
+            replica_w1, replica_w2: likewise of the s replica slots, which are written; unused where s is 0.
             peers: address of the table of ``peers.py``.
             error: address of the error record, see ``sync``.
             trace: address of int64 [num_ctas, 8], written if the configuration traces.
@@ -158,12 +162,18 @@ class Forward:
             pointer = cute.make_ptr(BFloat16, address, cute.AddressSpace.gmem, assumed_align=16)
             return cute.make_tensor(pointer, cute.make_layout(extents, stride=strides))
 
-        w1_rows, w1_strides = (intermediate, 2), (hidden, intermediate * hidden)  # (row, gate or up)
+        def weights(w1, w2, slots):
+            w1_rows, w1_strides = (intermediate, 2), (hidden, intermediate * hidden)  # (row, gate or up)
+            return (
+                tensor(w1, (w1_rows, hidden, slots), (w1_strides, 1, 2 * intermediate * hidden)),
+                tensor(w2, (hidden, intermediate, slots), (intermediate, 1, hidden * intermediate)),
+            )
+
         gmem = (
             tensor(pool, (self.max_rows, hidden), (hidden, 1)),
-            tensor(w1, (w1_rows, hidden, shape.slots), (w1_strides, 1, 2 * intermediate * hidden)),
             tensor(act, (self.max_rows, intermediate), (intermediate, 1)),
-            tensor(w2, (hidden, intermediate, shape.slots), (intermediate, 1, hidden * intermediate)),
+            *weights(home_w1, home_w2, shape.home_slots),
+            *(weights(replica_w1, replica_w2, shape.num_replica_slots) if shape.num_replica_slots else ()),
         )
         tiled_mma = hopper.make_trivial_tiled_mma(
             BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (2, 1, 1), (64, self.columns)
@@ -171,12 +181,12 @@ class Forward:
         tile = (BLOCK_ROWS, self.columns, K_TILE)
         row_layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, BFloat16, STAGES)
         column_layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, BFloat16, STAGES)
-        smem = (row_layout, column_layout, row_layout, column_layout)
-        extents = (BLOCK_ROWS, self.load_warp.w1_tile, BLOCK_ROWS, self.columns)
+        smem = (*[row_layout] * 2, *[column_layout] * 4)
+        extents = (*[BLOCK_ROWS] * 2, *[self.load_warp.w1_tile, self.columns] * 2)
 
         def loads(operation, num_multicast):
             atoms = ()
-            for i in range_constexpr(4):
+            for i in range_constexpr(len(gmem)):
                 stage = cute.slice_(smem[i], (None, None, 0))
                 info = cpasync.make_tiled_tma_atom(
                     operation, gmem[i], stage, (extents[i], K_TILE), num_multicast=num_multicast
@@ -204,7 +214,7 @@ class Forward:
             pulling: cute.struct.Align[self.pull_warp.staging_type, 128]
 
         self.storage = Storage
-        buffers = Buffers(pool, act, w1, w2)
+        buffers = Buffers(pool, act, replica_w1, replica_w2)
         tables = Tables(header, tasks, row_source, places, transfers, counters)
         arguments = (peers, flags, error, trace, me, pull_weights, budget_ns)
         self.kernel(whole, shared, tiled_mma, row_layout, column_layout, buffers, tables, *arguments).launch(
@@ -299,7 +309,7 @@ class Forward:
 
 def compile_forward(shape: LayerShape, config: ForwardConfig):
     """The compiled kernel; call it with the arguments of ``Forward.__call__``."""
-    arguments = (*[Int64(0)] * 14, Int32(0), Int32(0), Int64(0), cutlass.cuda.default_stream())
+    arguments = (*[Int64(0)] * 16, Int32(0), Int32(0), Int64(0), cutlass.cuda.default_stream())
     return cached(lambda: cute.compile(Forward(shape, config), *arguments), "forward", shape, config)
 
 

@@ -1,9 +1,9 @@
 """The buffers of one rank as tensors, and the launches over them: transfer, forward, combine.
 
-``ForwardBuffers`` is what layers of one shape share, ``WeightPool`` the weights of one layer, ``ForwardLayer`` the two
-together. Allocates everything of ``forward_map.py`` once, for the largest batch; addresses never change, so that
-launches can be captured into a CUDA graph. Who fills the tables is the caller's business: the route kernel, or, for
-debugging, tables made on the host.
+``ForwardBuffers`` is what layers of one shape share, ``WeightPool`` the home weights of one layer, ``ForwardLayer`` the
+two together with replica slots. Allocates everything of ``forward_map.py`` once, for the largest batch; addresses never
+change, so that launches can be captured into a CUDA graph. Who fills the tables is the caller's business: the route
+kernel, or, for debugging, tables made on the host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megaflux_kernels.worklist import LayerShape, WorkHeader
 
 
 class WeightPool:
-    """Weights of one layer on one rank: home slots, then replica slots; see ``WeightMap``.
+    """Home weights of one layer on one rank, see ``WeightMap``.
 
     Args:
         weight_map: extents.
@@ -129,18 +129,23 @@ class ForwardLayer:
 
     Args:
         buffers: of this rank.
-        pool: of this rank, with the shape's slots, H and I.
+        pool: home weights of this rank, with the shape's home slots, H and I.
+        replicas: (w1 BF16 [s, 2I, H], w2 BF16 [s, H, I]) of this rank's replica slots; layers of one shape may share
+            them, since a launch reads only replicas that it has brought or that the plan takes for resident.
 
     Raises:
-        ShapeError: the pool is of another shape.
+        ShapeError: weights of another shape.
     """
 
-    def __init__(self, buffers: ForwardBuffers, pool: WeightPool) -> None:
+    def __init__(self, buffers: ForwardBuffers, pool: WeightPool, replicas: tuple[Tensor, Tensor]) -> None:
         shape = buffers.shape
-        expected = WeightMap(shape.slots, shape.hidden, shape.intermediate)
+        expected = WeightMap(shape.home_slots, shape.hidden, shape.intermediate)
         if pool.map != expected:
             raise ShapeError("pool", pool.map, str(expected))
-        self.buffers, self.pool = buffers, pool
+        extents = WeightMap(shape.num_replica_slots, shape.hidden, shape.intermediate).regions
+        for tensor, (name, region) in zip(replicas, extents.items(), strict=True):
+            _check(f"replicas.{name}", tensor, torch.bfloat16, region.extents)
+        self.buffers, self.pool, self.replicas = buffers, pool, replicas
         self.peers = buffers.peers.clone()
         for column in (Peer.W1, Peer.W2):
             table = torch.tensor(pool.addresses) + pool.map.offsets[column.name.lower()]
@@ -152,9 +157,9 @@ class ForwardLayer:
 
     def transfer(self) -> None:
         """Launch the transfer of replica weights alone; ``forward(pull_weights=False)`` then finds them."""
-        buffers, pool = self.buffers, self.pool
+        buffers = self.buffers
         self._transfer(
-            *_addresses(pool.w1, pool.w2, buffers.header, buffers.transfers, buffers.counters, self.peers),
+            *_addresses(*self.replicas, buffers.header, buffers.transfers, buffers.counters, self.peers),
             *_addresses(buffers.error),
             Int64(buffers.budget_ns),
             _stream(),
@@ -164,7 +169,7 @@ class ForwardLayer:
         """Launch dispatch, products and return; when it ends, ``results`` holds the results of this rank's tokens."""
         buffers, pool = self.buffers, self.pool
         self._forward(
-            *_addresses(buffers.pool, buffers.act, pool.w1, pool.w2, buffers.header, buffers.tasks),
+            *_addresses(buffers.pool, buffers.act, pool.w1, pool.w2, *self.replicas, buffers.header, buffers.tasks),
             *_addresses(buffers.row_source, buffers.places, buffers.transfers, buffers.counters, self.peers),
             *_addresses(buffers.flags, buffers.error, buffers.trace),
             Int32(buffers.rank),

@@ -47,10 +47,12 @@ def offsets_of(regions: Mapping[str, Region]) -> tuple[dict[str, int], int]:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """Weights of one layer on one rank; symmetric, since peers pull replicas of them.
+    """Home weights of one layer on one rank; symmetric, since peers pull replicas of them.
 
-    ``w1``  BF16 [slots, 2I, H] of home slots, then replica slots: the I gate rows, then the I up rows.
+    ``w1``  BF16 [slots, 2I, H]: the I gate rows, then the I up rows.
     ``w2``  BF16 [slots, H, I].
+
+    Replica slots are read by their rank alone: any two tensors with these extents, for one layer or for several.
     """
 
     slots: int

@@ -30,12 +30,12 @@ class Place(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Addresses of this rank's pool, activations and weight pools, see ``forward_map.py``."""
+    """Addresses of this rank's pool and activations, see ``forward_map.py``, and of W1 and W2 of its replica slots."""
 
     pool: Int64
     act: Int64
-    w1: Int64
-    w2: Int64
+    replica_w1: Int64
+    replica_w2: Int64
 
 
 class Tables(NamedTuple):

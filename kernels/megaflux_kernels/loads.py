@@ -40,34 +40,59 @@ class LoadWarp:
 
         Args:
             smem: shared-memory stages of rows and of columns.
-            whole, shared: (TMA atom, tensor) of pool rows, W1, act rows, W2, alone and as halves of a multicast.
+            whole, shared: (TMA atom, tensor) of pool rows and act rows, of W1 and W2 in home slots and, where there are
+                any, of W1 and W2 in replica slots; alone, and as halves of a multicast.
             ring: task ring.
             barriers: (full, empty) of the load ring.
             place: see ``launch.py``.
         """
-        operands = ((smem[0], BLOCK_ROWS), (smem[1], self.w1_tile), (smem[0], BLOCK_ROWS), (smem[1], self.columns))
-        alone = [partition(*whole[i], *operands[i], Int32(0), 1) for i in range(4)]
-        halves = [partition(*shared[i], *operands[i], place.member, CLUSTER) for i in range(4)]
-        fc1_k, fc2_k = self.shape.hidden // K_TILE, self.shape.intermediate // K_TILE
+        rows, weights = [(smem[0], BLOCK_ROWS)] * 2, [(smem[1], self.w1_tile), (smem[1], self.columns)]
+        operands = [*rows, *weights, *weights][: len(whole)]
+        alone = [partition(*whole[i], *operands[i], Int32(0), 1) for i in range(len(whole))]
+        halves = [partition(*shared[i], *operands[i], place.member, CLUSTER) for i in range(len(shared))]
+        pairs = tuple((alone[i], halves[i]) for i in range(len(whole)))
         stage, phase, index, turn = Int32(0), Int32(0), Int32(0), Int32(0)
         task, index, turn = take_task(ring, index, turn, place)
         while task.kind != int(Kind.END):
             arch.fence_proxy("async.global")  # acquired by the scheduler with ordinary loads, read by TMA
             position = (stage, phase)
-            if task.kind == int(Kind.FC1):
-                at = (task.block, (task.tile, 0), task.slot)
-                if task.share_rows == 1:
-                    position = self.load_tiles(halves[0], alone[1], at, fc1_k, barriers, position, True)
-                else:
-                    position = self.load_tiles(alone[0], halves[1], at, fc1_k, barriers, position, False)
+            if const_expr(self.shape.num_replica_slots == 0):
+                position = self.load_task(task, pairs[:2], pairs[2:4], task.slot, barriers, position)
             else:
-                at = (task.block, task.tile, task.slot)
-                if task.share_rows == 1:
-                    position = self.load_tiles(halves[2], alone[3], at, fc2_k, barriers, position, True)
+                replica_slot = task.slot - self.shape.home_slots
+                if replica_slot < 0:
+                    position = self.load_task(task, pairs[:2], pairs[2:4], task.slot, barriers, position)
                 else:
-                    position = self.load_tiles(alone[2], halves[3], at, fc2_k, barriers, position, False)
+                    position = self.load_task(task, pairs[:2], pairs[4:], replica_slot, barriers, position)
             stage, phase = position
             task, index, turn = take_task(ring, index, turn, place)
+
+    @cute.jit
+    def load_task(self, task, rows, weights, slot, barriers, position):
+        """Load a task with the weights of ``slot`` in one of the two places where weights lie.
+
+        Args:
+            task: of the ring.
+            rows: (alone, half) of pool rows and of act rows.
+            weights: (alone, half) of W1 and of W2.
+            slot: index there.
+            barriers: (full, empty) of the load ring.
+            position: (stage, phase) of the load ring; the next one is returned.
+        """
+        fc1_k, fc2_k = self.shape.hidden // K_TILE, self.shape.intermediate // K_TILE
+        if task.kind == int(Kind.FC1):
+            at = (task.block, (task.tile, 0), slot)
+            if task.share_rows == 1:
+                position = self.load_tiles(rows[0][1], weights[0][0], at, fc1_k, barriers, position, True)
+            else:
+                position = self.load_tiles(rows[0][0], weights[0][1], at, fc1_k, barriers, position, False)
+        else:
+            at = (task.block, task.tile, slot)
+            if task.share_rows == 1:
+                position = self.load_tiles(rows[1][1], weights[1][0], at, fc2_k, barriers, position, True)
+            else:
+                position = self.load_tiles(rows[1][0], weights[1][1], at, fc2_k, barriers, position, False)
+        return position
 
     @cute.jit
     def load_tiles(

@@ -262,19 +262,20 @@ class PullWarp:
         """Piece ``index`` of the rank's transfers: W1 of every transfer first, then W2 of every one."""
         shape = self.shape
         all_w1 = transfers * shape.w1_pieces
-        pieces, pool, column, second = Int32(shape.w1_pieces), buffers.w1, Int32(int(Peer.W1)), Int32(0)
+        pieces, replicas, column, second = Int32(shape.w1_pieces), buffers.replica_w1, Int32(int(Peer.W1)), Int32(0)
         if index >= all_w1:
             index -= all_w1
-            pieces, pool, column, second = Int32(shape.w2_pieces), buffers.w2, Int32(int(Peer.W2)), Int32(1)
+            pieces, replicas, column, second = Int32(shape.w2_pieces), buffers.replica_w2, Int32(int(Peer.W2)), Int32(1)
         transfer = words(tables.transfers).iterator + index // pieces * 4
         source, source_slot = arch.load(transfer, Int32), arch.load(transfer + 1, Int32)
         slot = arch.load(transfer + 2, Int32)
+        replica_slot = slot - shape.home_slots
         offset, slot_bytes = Int64(index % pieces) * self.piece_bytes, Int64(pieces) * self.piece_bytes
         base = arch.load(doubles(ranks.peers).iterator + (source * PEER_WORDS + column), Int64)
-        counter = self.counters.weights_ready + 2 * (slot - shape.home_slots) + second
+        counter = self.counters.weights_ready + 2 * replica_slot + second
         destination = Int64(0)
         if writes:
-            destination = pool + slot * slot_bytes + offset
+            destination = replicas + replica_slot * slot_bytes + offset
         return Piece(
             base + source_slot * slot_bytes + offset, destination, tables.counters + 4 * Int64(counter), source, slot
         )

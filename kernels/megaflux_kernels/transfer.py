@@ -29,8 +29,8 @@ class Transfer:
     @cute.jit
     def __call__(
         self,
-        w1: Int64,
-        w2: Int64,
+        replica_w1: Int64,
+        replica_w2: Int64,
         header: Int64,
         transfers: Int64,
         counters: Int64,
@@ -45,15 +45,15 @@ class Transfer:
             pulling: cute.struct.Align[self.pull.staging_type, 128]
 
         self.storage = Storage
-        self.kernel(w1, w2, header, transfers, counters, peers, error, budget_ns).launch(
+        self.kernel(replica_w1, replica_w2, header, transfers, counters, peers, error, budget_ns).launch(
             grid=[self.num_ctas, 1, 1], block=[32, 1, 1], stream=stream
         )
 
     @cute.kernel
     def kernel(
         self,
-        w1: Int64,
-        w2: Int64,
+        replica_w1: Int64,
+        replica_w2: Int64,
         header: Int64,
         transfers: Int64,
         counters: Int64,
@@ -72,7 +72,7 @@ class Transfer:
         num_transfers = arch.load(words(header).iterator + int(WorkHeader.NUM_TRANSFERS), Int32)
         staging = Staging(Int32(storage.pulling.data_ptr().toint()), storage.pulled.data_ptr())
         unused = Int64(0)
-        buffers = Buffers(unused, unused, w1, w2)
+        buffers = Buffers(unused, unused, replica_w1, replica_w2)
         tables = Tables(header, unused, unused, unused, transfers, counters)
         ranks = Ranks(peers, unused, error, Int32(0), launch, budget_ns)
         self.pull.weights(staging, lane, Int32(0), num_transfers, buffers, tables, ranks)

@@ -26,7 +26,7 @@ from megaflux_serve.planning.plan import ReplicaPlan
 from megaflux_serve.planning.workload import SEEDS, realise_routes, scale_counts, zipf_shares
 from megaflux_serve.routing import RoutingBatch
 from megaflux_serve.slots import SlotLayout
-from megaflux_serve.workspace import ExpertWeights
+from megaflux_serve.workspace import ExpertWeights, Workspace
 
 RUNS, WARMUP = 20, 4
 PAUSE_CYCLES = 2_000_000
@@ -126,7 +126,8 @@ def measure_costs(shape: MeasuredShape, group: dist.ProcessGroup, max_tokens: in
     times, plans, planning = {}, {}, {}
     for name, config in choices.items():
         layout = config.slot_layout(shape.experts, num_ranks)
-        layer = executor.layer(layout, config, [random_weights(shape, layout, rank)])
+        home = random_weights(shape, layout, rank)
+        layer = executor.layer(layout, config, [Workspace(layout.num_replica_slots).slots(home, rank)])
         assert isinstance(layer, MegakernelLayer)
         times[name] = slowest_ns(lambda layer=layer: layer.forward([batch]), group)  # type: ignore[misc]
         plans[name] = layer.last_plan()

@@ -106,14 +106,14 @@ class DeviceExecutor(ABC):
         """
 
     @abstractmethod
-    def layer(self, layout: SlotLayout, config: MegaFluxConfig, home: Sequence[ExpertWeights]) -> DeviceLayer:
+    def layer(self, layout: SlotLayout, config: MegaFluxConfig, slots: Sequence[ExpertSlots]) -> DeviceLayer:
         """Make one layer; every rank makes the same calls in the same order.
 
         Args:
             layout: ranks, experts and slots.
             config: what the planner may do, and whether replicas stay.
-            home: home weights a local rank, E/P experts each. Those of ``home_weights`` stay where they are, others are
-                copied.
+            slots: weights a local rank. Home weights of ``home_weights`` stay where they are, others are copied;
+                replica slots are used as they are, and may be other layers' too unless replicas stay.
 
         Raises:
             UnsupportedError: a layer that the kernels cannot serve.

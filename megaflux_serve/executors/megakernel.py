@@ -1,7 +1,8 @@
 """The megakernel executor: three launches a layer and batch, planner, forward kernel and combine, on Hopper GPUs.
 
 Decides what is allocated, for whom, and in which order launches follow. Layers of one shape share planner, tables and
-row buffers, since they run one after another; each layer has a weight pool and a table of resident replicas of its own.
+row buffers, since they run one after another; each layer has home weights and a table of resident replicas of its own,
+and the replica slots that it is given.
 Nothing is synchronised with the host, and a batch can be captured into a CUDA graph after one that was not.
 
 A rank is a process with a GPU of its own, or a *virtual rank*: all P ranks share the current GPU, each with its share
@@ -60,28 +61,28 @@ class MegakernelExecutor(DeviceExecutor):
         self.local_ranks = range(num_ranks) if group is None else (dist.get_rank(group),)
         self._shared: dict[tuple[LayerShape, SlotLayout], SharedBuffers] = {}
         self._awaited: dict[int, WeightPool] = {}  # by address: pools whose layer is not made yet
-        self._weight_bytes = self._replica_bytes = 0
+        self._weight_bytes = 0
+        self._replica_bytes: dict[int, int] = {}  # by address, since layers may share replica slots
 
     def home_weights(self, layout: SlotLayout, hidden: int, intermediate: int) -> list[ExpertWeights]:
         s, tokens = layout.num_replica_slots, self.max_tokens
         layer_shape(layout.num_ranks, layout.num_experts, s, hidden, intermediate, top_k=1, max_tokens=tokens)
         pools = self.allocate_pools(layout, hidden, intermediate)
         self._awaited |= {pool.w1.data_ptr(): pool for pool in pools}
-        own = layout.experts_per_rank
-        return [ExpertWeights(pool.w1[:own], pool.w2[:own]) for pool in pools]
+        return [ExpertWeights(pool.w1, pool.w2) for pool in pools]
 
-    def layer(self, layout: SlotLayout, config: MegaFluxConfig, home: Sequence[ExpertWeights]) -> DeviceLayer:
+    def layer(self, layout: SlotLayout, config: MegaFluxConfig, slots: Sequence[ExpertSlots]) -> DeviceLayer:
         if config.block_rows != BLOCK_ROWS:
             raise UnsupportedError(
                 f"block_rows = {config.block_rows}", f"the kernels' blocks have {BLOCK_ROWS} rows", "leave it out"
             )
-        for weights in home:
+        for weights in (own.home for own in slots):
             if weights.dtype != torch.bfloat16 or weights.device.type != "cuda":
                 raise UnsupportedError(
                     f"{weights.dtype} weights on {weights.device}", "the kernels compute in BF16", "use staged"
                 )
         with kernel_limits():
-            return MegakernelLayer(self, layout, config, home)
+            return MegakernelLayer(self, layout, config, slots)
 
     def note_failures(self) -> None:
         for shared in self._shared.values():
@@ -97,27 +98,29 @@ class MegakernelExecutor(DeviceExecutor):
 
     def memory_use(self) -> MemoryUse:
         workspace = sum(shared.num_bytes for shared in self._shared.values())
-        return MemoryUse(self._weight_bytes, self._replica_bytes, workspace)
+        return MemoryUse(self._weight_bytes, sum(self._replica_bytes.values()), workspace)
 
     def pools(self, layout: SlotLayout, home: Sequence[ExpertWeights]) -> list[WeightPool]:
-        """The weight pools of a layer, holding these home weights: those that ``home_weights`` made, or copies."""
+        """The home weights of a layer where peers can read them: those that ``home_weights`` made, or copies."""
         addresses = [weights.w13.data_ptr() for weights in home]
         if all(address in self._awaited for address in addresses):
             return [self._awaited.pop(address) for address in addresses]
         pools = self.allocate_pools(layout, home[0].hidden_size, home[0].w2.shape[2])
         for pool, weights in zip(pools, home, strict=True):
-            pool.w1[: weights.num_experts].copy_(weights.w13)
-            pool.w2[: weights.num_experts].copy_(weights.w2)
+            pool.w1.copy_(weights.w13)
+            pool.w2.copy_(weights.w2)
         return pools
 
     def allocate_pools(self, layout: SlotLayout, hidden: int, intermediate: int) -> list[WeightPool]:
-        """Home and replica slots of one layer, a local rank; collective."""
-        weights = WeightMap(layout.slots_per_rank, hidden, intermediate)
+        """Memory for the home weights of one layer, a local rank; collective."""
+        weights = WeightMap(layout.experts_per_rank, hidden, intermediate)
         pools = [WeightPool(weights, memory) for memory in self.allocate(weights.num_bytes)]
-        expert_bytes = len(pools) * 6 * hidden * intermediate
-        self._weight_bytes += layout.experts_per_rank * expert_bytes
-        self._replica_bytes += layout.num_replica_slots * expert_bytes
+        self._weight_bytes += len(pools) * weights.num_bytes
         return pools
+
+    def note_replicas(self, replicas: ExpertWeights) -> None:
+        """Count replica slots of a layer, once however many layers share them."""
+        self._replica_bytes[replicas.w13.data_ptr()] = replicas.w13.nbytes + replicas.w2.nbytes
 
     def allocate(self, num_bytes: int) -> list[SymmetricMemory]:
         """Symmetric memory of the local ranks; collective."""
@@ -232,21 +235,24 @@ class MegakernelLayer(DeviceLayer):
     """
 
     def __init__(
-        self, executor: MegakernelExecutor, layout: SlotLayout, config: MegaFluxConfig, home: Sequence[ExpertWeights]
+        self, executor: MegakernelExecutor, layout: SlotLayout, config: MegaFluxConfig, slots: Sequence[ExpertSlots]
     ) -> None:
         self.executor, self.layout, self.config = executor, layout, config
         self.options, self.pipelined = launch_options(config), config.transfer == "pipelined"
-        own, (_, double, hidden) = layout.experts_per_rank, home[0].w13.shape
+        home = [own.home for own in slots]
+        _, double, hidden = home[0].w13.shape
         self.shape = LayerShape(
             *(layout.num_ranks, layout.num_experts, layout.num_replica_slots, hidden, double // 2),
             top_k=1,  # until the first batch
             max_tokens=executor.max_tokens,
         )
         self.pools = executor.pools(layout, home)
-        self.slots = []
-        for pool in self.pools:
-            mine, replicas = ExpertWeights(pool.w1[:own], pool.w2[:own]), ExpertWeights(pool.w1[own:], pool.w2[own:])
-            self.slots.append(ExpertSlots(mine, replicas))
+        self.slots = [
+            ExpertSlots(ExpertWeights(pool.w1, pool.w2), own.replicas)
+            for pool, own in zip(self.pools, slots, strict=True)
+        ]
+        for own in self.slots:
+            executor.note_replicas(own.replicas)
         extents = (len(self.pools), layout.num_ranks, layout.num_replica_slots)
         self.resident = torch.full(extents, -1, dtype=torch.int32, device=self.pools[0].w1.device)
         self.totals, self.ends = None, [None] * len(self.pools)
@@ -314,7 +320,8 @@ class MegakernelLayer(DeviceLayer):
         with kernel_limits():
             self.shape = replace(self.shape, top_k=top_k)
             shared = self.executor.shared(self.shape, self.layout)
-        layers = [ForwardLayer(*pair) for pair in zip(shared.forward, self.pools, strict=True)]
+        replicas = [(own.replicas.w13, own.replicas.w2) for own in self.slots]
+        layers = [ForwardLayer(*of_rank) for of_rank in zip(shared.forward, self.pools, replicas, strict=True)]
         self.executor.barrier()
         return BoundLayer(shared, layers)
 

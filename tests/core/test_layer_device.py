@@ -25,10 +25,10 @@ CONFIG = MegaFluxConfig(replica_slots=1, block_rows=4)
 class ReferenceOnDevice(DeviceLayer):
     """Plans like the reference, and notes what the layer asks for."""
 
-    def __init__(self, layout: SlotLayout, config: MegaFluxConfig, home: Sequence[ExpertWeights]) -> None:
-        workspace = Workspace(layout.num_replica_slots)
+    def __init__(self, layout: SlotLayout, config: MegaFluxConfig, slots: Sequence[ExpertSlots]) -> None:
+        workspace, home = Workspace(layout.num_replica_slots), [own.home for own in slots]
         self.inner = ReplicatedMoE("inner", layout, config, ReferenceExecutor(layout.num_ranks), workspace, home)
-        self.slots: list[ExpertSlots] = self.inner.slots
+        self.inner.slots = self.slots = list(slots)
         self.plans: list[ReplicaPlan] = []
         self.inner.observers.append(lambda report: self.plans.append(report.plan))
         self.asked: list[str] = []
@@ -67,8 +67,8 @@ class OnDevice(DeviceExecutor):
     def memory_use(self) -> MemoryUse:
         raise NotImplementedError
 
-    def layer(self, layout: SlotLayout, config: MegaFluxConfig, home: Sequence[ExpertWeights]) -> DeviceLayer:
-        return ReferenceOnDevice(layout, config, home)
+    def layer(self, layout: SlotLayout, config: MegaFluxConfig, slots: Sequence[ExpertSlots]) -> DeviceLayer:
+        return ReferenceOnDevice(layout, config, slots)
 
 
 def device_layer(case: MoECase, reports: list[LayerReport] | None = None) -> tuple[ReplicatedMoE, ReferenceOnDevice]:
@@ -86,6 +86,7 @@ def test_the_layer_returns_what_the_device_computed_and_asks_for_no_plan() -> No
     assert all(torch.equal(a, b) for a, b in zip(layer.forward(case.batches), expected, strict=True))
     assert inner.asked == []
     assert layer.slots == inner.slots
+    assert [slots.replicas.num_experts for slots in layer.slots] == [1] * case.layout.num_ranks
 
 
 def test_an_observer_is_told_the_plan_of_every_batch() -> None:

@@ -47,14 +47,15 @@ class DeviceCase:
         executor: DeviceExecutor,
         config: MegaFluxConfig,
         observers: Sequence[Callable[[LayerReport], None]] = (),
+        workspace: Workspace | None = None,
     ) -> ReplicatedMoE:
-        """The layer on the executor's local ranks."""
+        """The layer on the executor's local ranks, with replica slots of its own unless ``workspace`` has some."""
         layout = config.slot_layout(self.num_experts, self.num_ranks)
         home = []
         for rank in executor.local_ranks:
             pairs = [self.weights(int(expert)) for expert in layout.home_experts(rank)]
             home.append(ExpertWeights(*(torch.stack(stack) for stack in zip(*pairs, strict=True))))
-        workspace = Workspace(layout.num_replica_slots, config.sticky)
+        workspace = workspace or Workspace(layout.num_replica_slots, config.sticky)
         return ReplicatedMoE("moe", layout, config, executor, workspace, home, observers)
 
     def batch(self, turn: int, rank: int, tokens: int) -> RoutingBatch:

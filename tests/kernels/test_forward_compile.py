@@ -31,7 +31,7 @@ from megaflux_kernels.worklist import LayerShape, Tiling
 
 shape = LayerShape(*{shape})
 forward, transfer = Forward(shape, ForwardConfig({options})), Transfer(shape, Tiling(), 132)
-cute.compile(forward, *[Int64(0)] * 14, Int32(0), Int32(0), Int64(0), default_stream())
+cute.compile(forward, *[Int64(0)] * 16, Int32(0), Int32(0), Int64(0), default_stream())
 cute.compile(transfer, *[Int64(0)] * 7, Int64(0), default_stream())
 cute.compile(Combine(shape.hidden, shape.top_k), *[Int64(0)] * 4, Int32(1), default_stream())
 print(json.dumps([forward.storage.size_in_bytes(), transfer.storage.size_in_bytes()]))

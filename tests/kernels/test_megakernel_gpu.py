@@ -25,6 +25,7 @@ from megaflux_serve.executors import megakernel  # noqa: E402
 from megaflux_serve.executors.megakernel import MegakernelExecutor  # noqa: E402
 from megaflux_serve.layer import LayerReport  # noqa: E402
 from megaflux_serve.planning.planner import plan_replicas  # noqa: E402
+from megaflux_serve.workspace import Workspace  # noqa: E402
 from tests.kernels.layer_cases import LIMIT, DeviceCase, assert_same_bits  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -166,17 +167,22 @@ def test_nothing_waits_for_the_host_and_a_captured_graph_serves_other_batches():
         assert_same_bits([output], [expected[turn]])
 
 
-def test_layers_of_one_shape_share_their_buffers_and_keep_their_weights():
+@pytest.mark.parametrize("sticky", [True, False])
+def test_layers_of_one_shape_share_buffers_and_replica_slots_unless_replicas_stay(sticky):
     case = CASES["two ranks, top-8"]
     executor = MegakernelExecutor(2, None, case.max_tokens, timeout_s=5)
-    first, second = (case.layer(executor, MegaFluxConfig(replica_slots=2)) for _ in range(2))
+    config, workspace = MegaFluxConfig(replica_slots=2, sticky=sticky), Workspace(2, sticky)
+    first, second = (case.layer(executor, config, workspace=workspace) for _ in range(2))
     second.slots[0].home.w2.mul_(2)
     second.slots[1].home.w2.mul_(2)
-    for turn in range(3):
-        batches = case.batches(turn)
-        doubled = [2 * output for output in first.forward(batches)]
-        assert_same_bits(second.forward(batches), doubled)
+    batches = [case.batches(turn) for turn in range(4)]
+    outputs = [(first.forward(turn), second.forward(turn)) for turn in batches]  # one behind the other, not waited for
+    for of_first, of_second in outputs:
+        assert_same_bits(of_second, [2 * output for output in of_first])
+    assert second.on_device.last_plan().num_replicas > 0
     assert first.on_device._bound.shared is second.on_device._bound.shared
+    sets = 2 if sticky else 1
+    assert executor.memory_use().replica_bytes == sets * 2 * 2 * 6 * case.hidden * case.intermediate
 
 
 def test_new_home_weights_reach_the_replicas():

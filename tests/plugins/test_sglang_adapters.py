@@ -425,8 +425,8 @@ class OwnMemory(DeviceExecutor, DeviceLayer):
         self.home = ExpertWeights(torch.zeros(own, 2 * intermediate, hidden), torch.zeros(own, hidden, intermediate))
         return [self.home]
 
-    def layer(self, layout: SlotLayout, config: MegaFluxConfig, home: Sequence[ExpertWeights]) -> DeviceLayer:
-        self.slots = [ExpertSlots(weights, weights.empty_like(0)) for weights in home]
+    def layer(self, layout: SlotLayout, config: MegaFluxConfig, slots: Sequence[ExpertSlots]) -> DeviceLayer:
+        self.slots = list(slots)
         return self
 
     def prepare(self, top_k: int) -> None:

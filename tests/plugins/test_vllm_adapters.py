@@ -262,8 +262,8 @@ class OwnMemory(DeviceExecutor, DeviceLayer):
         self.slots = [ExpertSlots(home, home.empty_like(0))]
         return [home]
 
-    def layer(self, layout: SlotLayout, config: MegaFluxConfig, home: Sequence[ExpertWeights]) -> DeviceLayer:
-        assert home[0].w13.data_ptr() == self.slots[0].home.w13.data_ptr()
+    def layer(self, layout: SlotLayout, config: MegaFluxConfig, slots: Sequence[ExpertSlots]) -> DeviceLayer:
+        assert slots[0].home.w13.data_ptr() == self.slots[0].home.w13.data_ptr()
         return self
 
     def prepare(self, top_k: int) -> None:
