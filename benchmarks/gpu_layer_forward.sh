@@ -12,7 +12,7 @@
 #   bench      150  the forward kernel at 8K tokens a rank, three shapes, balanced and hot, balanced beside the peers
 #   routings    90  the same without peers under the other routings
 #   shapes      75  two more shapes
-#   tokens     120  1K to 32K tokens a rank, two shapes
+#   tokens      90  1K to 32K tokens a rank, two shapes, hot experts on one rank
 #   layer      150  the whole layer, planned on the device, 1K to 16K tokens, with the gate
 #   alone       40  one rank without another
 #   trace       60  times inside the kernel
@@ -97,8 +97,8 @@ shapes() {
     --routings balanced zipf-3-one-rank "${native[@]}" --peer-routings balanced --peers "all-gather + grouped_mm" "all-gather + quack"
 }
 tokens() {
-  LINES_SHOWN=150 part 2 layer_forward_tokens 120 --span-ms 100 --peers --variants fixed staged pipelined \
-    --shapes qwen3-30b-a3b deepseek-v3-e64 --tokens 1024 4096 32768 --routings balanced zipf-3-one-rank
+  LINES_SHOWN=150 part 2 layer_forward_tokens 90 --span-ms 100 --peers --variants fixed staged pipelined \
+    --shapes qwen3-30b-a3b deepseek-v3-e64 --tokens 1024 4096 32768 --routings zipf-3-one-rank
 }
 layer() {
   LINES_SHOWN=100 ranks 2 layer 150 benchmarks/bench_layer.py --out "$OUT/layer.json" --span-ms 100 \
