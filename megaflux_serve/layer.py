@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from megaflux_serve.config import MegaFluxConfig
-from megaflux_serve.errors import InputError
+from megaflux_serve.errors import InputError, UnsupportedError
 from megaflux_serve.executors.base import Executor
 from megaflux_serve.executors.device import DeviceExecutor, DeviceLayer
 from megaflux_serve.planning.fast_planner import plan_replicas
@@ -183,6 +183,22 @@ class ReplicatedMoE:
         self.step += 1
         for observer in self.observers:
             observer(report)
+
+    def check_home(self, w13: Tensor, w2: Tensor) -> None:
+        """Hold an engine's parameters to the weights that this rank's layer reads; copies nothing.
+
+        Args:
+            w13: [E/P, 2I, H], the parameter as it is now.
+            w2: [E/P, H, I], likewise.
+
+        Raises:
+            UnsupportedError: a parameter was replaced by another tensor, which the layer would never read.
+        """
+        home = self.slots[0].home
+        if (w13.data_ptr(), w2.data_ptr()) != (home.w13.data_ptr(), home.w2.data_ptr()):
+            raise UnsupportedError(
+                self.name, "its weight tensors were replaced by others", "copy new weights into them"
+            )
 
     def weights_updated(self) -> None:
         """Home weights of this process changed: before the next batch, every rank forgets its resident replicas."""

@@ -13,7 +13,7 @@ from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from torch import Tensor
 
-from megaflux_serve.errors import ConfigError, UnsupportedError
+from megaflux_serve.errors import ConfigError
 from megaflux_serve.executors import DeviceExecutor
 from megaflux_serve.layer import ReplicatedMoE
 from megaflux_serve.routing import RoutingBatch
@@ -52,7 +52,7 @@ class MegaFluxMoEMethod(UnquantizedFusedMoEMethod):
         if isinstance(executor, DeviceExecutor):  # weights load straight into memory that other ranks can read
             (home,) = executor.home_weights(self.layout, layer.hidden_size, layer.intermediate_size_per_partition)
             layer.w13_weight.data, layer.w2_weight.data = home.w13, home.w2
-        self.replicated_moe: ReplicatedMoE | None = None
+        self.replicated_moe: ReplicatedMoE | None = None  # until weights are loaded
 
     def process_weights_after_loading(self, layer: FusedMoE) -> None:
         """Build the layer on its loaded weights; on later calls, forget replicas of the weights before.
@@ -76,22 +76,10 @@ class MegaFluxMoEMethod(UnquantizedFusedMoEMethod):
                 result nobody reads.
         """
         self.context.startup.tell()
-        moe, topk = self.home_weights_checked(layer), dispatch_output.topk_output
+        self.replicated_moe.check_home(layer.w13_weight, layer.w2_weight)
+        topk = dispatch_output.topk_output
         batch = RoutingBatch(dispatch_output.hidden_states, route_padding(topk.topk_ids), topk.topk_weights.float())
-        return StandardCombineInput(hidden_states=moe.forward_rank(batch))
-
-    def home_weights_checked(self, layer: FusedMoE) -> ReplicatedMoE:
-        """The layer, after a look at whether its parameters are still those that it reads.
-
-        Raises:
-            UnsupportedError: parameters were replaced by other tensors.
-        """
-        moe = self.replicated_moe
-        if moe is None or layer.w13_weight.data_ptr() != moe.slots[0].home.w13.data_ptr():
-            raise UnsupportedError(
-                self.name, "its weight tensors were replaced by others", "copy new weights into them"
-            )
-        return moe
+        return StandardCombineInput(hidden_states=self.replicated_moe.forward_rank(batch))
 
 
 def weights_updated() -> None:

@@ -15,7 +15,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.utils import set_weight_attrs
 
-from megaflux_serve.errors import ConfigError, UnsupportedError
+from megaflux_serve.errors import ConfigError
 from megaflux_serve.layer import ReplicatedMoE
 from megaflux_serve.routing import RoutingBatch
 from megaflux_serve.workspace import ExpertWeights
@@ -65,7 +65,7 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
     def __init__(self, name: str, moe: FusedMoEConfig) -> None:
         super().__init__(moe)
         self.name, self.context, self.rows = name, rank_context(), RowShard.of(moe)
-        self.replicated_moe: ReplicatedMoE | None = None
+        self.replicated_moe: ReplicatedMoE | None = None  # until weights are loaded
         self.weight_versions: list[int] = []
 
     def maybe_roundup_sizes(self, hidden_size: int, intermediate_size: int, *args: Any) -> tuple[int, int]:
@@ -134,28 +134,15 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
             shared_experts_input: not used.
         """
         self.context.startup.tell()
-        moe = self.home_weights_checked(layer)
+        self.replicated_moe.check_home(layer.w13_weight, layer.w2_weight)
+        self.notice_writes(layer)
         ids, scales = topk_ids, topk_weights.float()
         if marks_padding():
             ids = route_padding(topk_ids, self.layout.num_experts)
         if small_batches.rows_of_largest_rank(x.shape[0]) < self.context.options.min_tokens:
             return small_batches.compute(layer, x, scales, ids)
         batch = RoutingBatch(self.rows.take(x), self.rows.take(ids), self.rows.take(scales))
-        return self.rows.gather(moe.forward_rank(batch), x.shape[0])
-
-    def home_weights_checked(self, layer: RoutedExperts) -> ReplicatedMoE:
-        """The layer, after a look at what others did to its parameters since the last batch.
-
-        Raises:
-            UnsupportedError: parameters were replaced by other tensors, which the layer would never read.
-        """
-        moe = self.replicated_moe
-        if moe is None or layer.w13_weight.data_ptr() != moe.slots[0].home.w13.data_ptr():
-            raise UnsupportedError(
-                self.name, "its weight tensors were replaced by others", "copy new weights into them"
-            )
-        self.notice_writes(layer)
-        return moe
+        return self.rows.gather(self.replicated_moe.forward_rank(batch), x.shape[0])
 
     def notice_writes(self, layer: RoutedExperts) -> None:
         """Forget replicas if the weights were written without a loader since the last look."""

@@ -299,7 +299,7 @@ def test_parameters_are_views_of_the_memory_that_the_executor_reads(monkeypatch:
     module.w2_weight.data.fill_(3.0)  # as vLLM's loaders write
     assert (home.w2 == 3.0).all()
     assert executor.top_k == 2  # known before the first batch
-    assert quant_method.home_weights_checked(module).slots[0].home is home
+    assert quant_method.replicated_moe.slots[0].home is home
 
 
 @pytest.fixture
@@ -374,9 +374,10 @@ def test_batches_below_min_tokens_on_every_rank_go_to_vllm_with_the_same_weights
 
 def test_every_way_of_updating_weights_is_noticed(served: tuple[method.MegaFluxMoEMethod, Layer]) -> None:
     quant_method, module = served
-    moe = quant_method.home_weights_checked(module)
+    moe = quant_method.replicated_moe
+    quant_method.notice_writes(module)
     address, moe.is_stale = moe.slots[0].home.w13.data_ptr(), False
-    quant_method.home_weights_checked(module)
+    quant_method.notice_writes(module)
     assert not moe.is_stale
 
     quant_method.process_weights_after_loading(module)  # a reload
@@ -384,10 +385,10 @@ def test_every_way_of_updating_weights_is_noticed(served: tuple[method.MegaFluxM
     moe.is_stale = False
     with torch.no_grad():
         module.w2_weight.copy_(module.w2_weight * 2)  # a trainer that writes in place
-    assert quant_method.home_weights_checked(module) is moe
+    quant_method.notice_writes(module)
     assert moe.is_stale
     assert moe.slots[0].home.w13.data_ptr() == address
 
     module.w13_weight = torch.nn.Parameter(module.w13_weight.clone(), requires_grad=False)
     with pytest.raises(UnsupportedError, match="layer 0: its weight tensors were replaced"):
-        quant_method.home_weights_checked(module)
+        quant_method.apply(module, torch.zeros(1, 32), torch.ones(1, 2), torch.tensor([[0, 1]], dtype=torch.int32))
