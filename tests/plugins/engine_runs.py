@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PROJECT = Path(__file__).resolve().parents[2]
+from tests.plugins.processes import PROJECT, HttpServer, free_port, run_script, serving
+
 TINY_MOE = PROJECT / "models" / "tiny-moe"
 PYTHON = os.environ.get("MEGAFLUX_VLLM_PYTHON", sys.executable)
 NUM_TOKENS = 24
 START_TIMEOUT_S = 280
-OFFLINE_TIMEOUT_S = 600  # five engines, one after the other
+OFFLINE_TIMEOUT_S = 600  # six engines, one after the other
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -35,6 +30,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
 }
+ONE_PROCESS = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 COMMON = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256}  # float32: tokens have to be equal
 COMMON_FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--api-server-count", "1")
 
@@ -52,7 +48,7 @@ PROMPTS = [
 ]
 
 
-class Server:
+class Server(HttpServer):
     """A running ``vllm serve``.
 
     Args:
@@ -61,37 +57,23 @@ class Server:
     """
 
     def __init__(self, url: str, model: str) -> None:
-        self.url, self.model = url, model
+        super().__init__(url)
+        self.model = model
+
+    def body(self, prompt: str, **more: Any) -> dict[str, Any]:
+        """A request for greedy tokens after a prompt; ``more`` is added or takes the place of what is there."""
+        asked = {"model": self.model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+        return {**asked, "return_token_ids": True, **more}
 
     def complete(self, prompt: str) -> list[int]:
         """Greedy tokens after the prompt."""
-        body = {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": NUM_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=120) as response:
-            tokens: list[int] = json.load(response)["choices"][0]["token_ids"]
+        tokens: list[int] = self.post("/v1/completions", self.body(prompt))["choices"][0]["token_ids"]
         return tokens
 
     def complete_together(self, prompts: Sequence[str]) -> list[list[int]]:
         """Greedy tokens after each prompt, all sent at once."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(self.complete, prompts))
-
-    def is_healthy(self) -> bool:
-        """Whether it answers and every engine process lives."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                return True
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            return False
 
 
 @contextmanager
@@ -114,47 +96,12 @@ def serve(
     Raises:
         RuntimeError: the server ended or did not answer in time; carries the end of the log.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        PYTHON,
-        "-m",
-        "vllm.entrypoints.cli.main",
-        "serve",
-        str(model),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    command += [*common, *options]
+    port = free_port()
+    command = [PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1"]
+    command += ["--port", str(port), *common, *options]
     server = Server(f"http://127.0.0.1:{port}", str(model))
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | ENVIRONMENT, start_new_session=True
-        )
-    try:
-        deadline = time.monotonic() + start_timeout_s
-        while not server.is_healthy():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"vllm serve did not start; the end of {log}:\n{log.read_text()[-4000:]}")
-            time.sleep(0.5)
+    with serving(server, command, log, ENVIRONMENT, start_timeout_s):
         yield server
-    finally:
-        stop(process)
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started."""
-    for signum in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, signum)
-            process.wait(timeout=20)
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def run_offline(runs: list[dict[str, Any]], folder: Path) -> dict[str, list[list[int]]]:
@@ -169,21 +116,9 @@ def run_offline(runs: list[dict[str, Any]], folder: Path) -> dict[str, list[list
     Returns:
         Tokens a prompt, by name.
     """
-    request, answer, log = folder / "runs.json", folder / "tokens.json", folder / "offline.log"
+    request, answer = folder / "runs.json", folder / "tokens.json"
     request.write_text(json.dumps(runs))
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [PYTHON, __file__, str(request), str(answer)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-            start_new_session=True,
-        )
-    try:
-        if process.wait(timeout=OFFLINE_TIMEOUT_S):
-            raise RuntimeError(f"the offline engines failed; the end of {log}:\n{log.read_text()[-4000:]}")
-    finally:
-        stop(process)
+    run_script(PYTHON, __file__, [request, answer], folder / "offline.log", ONE_PROCESS, OFFLINE_TIMEOUT_S)
     tokens: dict[str, list[list[int]]] = json.loads(answer.read_text())
     return tokens
 

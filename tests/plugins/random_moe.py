@@ -1,6 +1,6 @@
-"""A checkpoint with the layers of a real model and random weights, for GPU tests of servers.
+"""Checkpoints with random or exchanged weights, for tests of servers.
 
-Random weights with the usual scale, so that experts matter for the tokens and the most likely token is seldom in doubt.
+Random weights have the usual scale, so that experts matter for the tokens and the most likely token is seldom in doubt.
 """
 
 from __future__ import annotations
@@ -22,6 +22,22 @@ QWEN3_30B_A3B = {
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
     "head_dim": 128,
+}
+SHARED_EXPERTS = {
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 128,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.1,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
 }
 LOGIT_SCALE = 0.1  # times sqrt(H) is the deviation of the logits: the best token leads by far more than BF16 rounds
 
@@ -77,6 +93,22 @@ def write_checkpoint(folder: Path, num_layers: int, sizes: dict[str, int] | None
     return folder
 
 
+def write_shared_experts(folder: Path) -> Path:
+    """A small Qwen2-MoE checkpoint in float32, whose layers have a shared expert, with tiny-moe's tokenizer.
+
+    Args:
+        folder: made.
+    """
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Qwen2MoeForCausalLM(Qwen2MoeConfig(**SHARED_EXPERTS)).float().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY_MOE / name, folder)
+    return folder
+
+
 def write_neighbours(checkpoint: Path, folder: Path) -> Path:
     """A copy of a checkpoint in which every expert has the weights of its neighbour.
 
@@ -99,4 +131,4 @@ def write_neighbours(checkpoint: Path, folder: Path) -> Path:
     return folder
 
 
-__all__ = ["QWEN3_30B_A3B", "write_checkpoint", "write_neighbours"]
+__all__ = ["QWEN3_30B_A3B", "write_checkpoint", "write_neighbours", "write_shared_experts"]

@@ -6,13 +6,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.plugins.engine_runs import NUM_TOKENS, TINY_MOE, stop
+from tests.plugins.engine_runs import NUM_TOKENS, TINY_MOE
+from tests.plugins.processes import HttpServer, free_port, serving
 
 PYTHON = os.environ.get("MEGAFLUX_SGLANG_PYTHON", "")
 START_TIMEOUT_S = 420  # three processes import SGLang, which takes a core 20 to 40 s each
@@ -38,23 +33,8 @@ MEGAFLUX = ["--moe-a2a-backend", "megaflux", "--moe-runner-backend", "megaflux"]
 needs_sglang = pytest.mark.skipif(not PYTHON, reason="needs an environment with SGLang; make test-sglang has one")
 
 
-class Server:
-    """A running SGLang server.
-
-    Args:
-        url: where it listens.
-    """
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON answer to a JSON request."""
-        request = urllib.request.Request(
-            f"{self.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=180) as response:
-            return json.load(response)
+class Server(HttpServer):
+    """A running SGLang server."""
 
     def generate(self, prompt: str, **more: Any) -> dict[str, Any]:
         """SGLang's whole answer to a prompt, greedy; ``more`` goes into the request."""
@@ -72,14 +52,6 @@ class Server:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.generate(prompt, **more), prompts))
 
-    def is_healthy(self) -> bool:
-        """Whether it answers and has loaded its model."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                return True
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            return False
-
 
 @contextmanager
 def serve(
@@ -96,28 +68,12 @@ def serve(
     Raises:
         RuntimeError: the server ended or did not answer in time; carries the end of the log.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [PYTHON, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1"]
     command += ["--port", str(port), *FLAGS, *options]
     num_ranks = int(options[options.index("--tp-size") + 1]) if "--tp-size" in options else 1
     cores = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(num_ranks))
+    variables = ENVIRONMENT | {"SGLANG_CPU_OMP_THREADS_BIND": cores} | (environment or {})
     server = Server(f"http://127.0.0.1:{port}")
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | ENVIRONMENT | {"SGLANG_CPU_OMP_THREADS_BIND": cores} | (environment or {}),
-            start_new_session=True,
-        )
-    try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not server.is_healthy():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"SGLang did not start; the end of {log}:\n{log.read_text()[-4000:]}")
-            time.sleep(0.5)
+    with serving(server, command, log, variables, START_TIMEOUT_S):
         yield server
-    finally:
-        stop(process)

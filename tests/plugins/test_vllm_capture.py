@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,13 +14,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_runs import COMMON, ENVIRONMENT, OFFLINE_TIMEOUT_S, PROMPTS, PYTHON, TINY_MOE, Server, serve, stop
 
 from megaflux_serve.capture import ReplayRecord, ReplayStore, seal
+from tests.plugins.engine_runs import (
+    COMMON,
+    NUM_TOKENS,
+    OFFLINE_TIMEOUT_S,
+    ONE_PROCESS,
+    PROMPTS,
+    PYTHON,
+    TINY_MOE,
+    Server,
+    serve,
+)
+from tests.plugins.processes import run_script
 
 pytestmark = pytest.mark.engine
 
-NUM_TOKENS = 24
 LABELS = {"megaflux_group": "g", "megaflux_task": "math", "megaflux_weights_version": "3"}
 # Prompts are cut into chunks of at most 16 tokens, and the cache holds about half of what four requests need.
 TIGHT = {
@@ -44,19 +53,7 @@ def _vllm_returns_routes_on_a_cpu() -> None:
 
 def offline(folder: Path) -> dict[str, Any]:
     """What ``main`` says after it ran an engine that captures into ``folder / "store"``."""
-    log = folder / "offline.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [PYTHON, __file__, str(folder)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-            start_new_session=True,
-        )
-    try:
-        assert process.wait(timeout=OFFLINE_TIMEOUT_S) == 0, log.read_text()[-4000:]
-    finally:
-        stop(process)
+    run_script(PYTHON, __file__, [folder], folder / "offline.log", ONE_PROCESS, OFFLINE_TIMEOUT_S)
     said: dict[str, Any] = json.loads((folder / "said.json").read_text())
     return said
 
@@ -116,13 +113,7 @@ def complete_with_labels(server: Server, prompts: Sequence[str]) -> list[list[in
     """Greedy tokens after each prompt, all sent at once."""
 
     def complete(prompt: str) -> list[int]:
-        body = {"model": server.model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
-        body |= {"return_token_ids": True, "vllm_xargs": LABELS}
-        request = urllib.request.Request(
-            f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=120) as response:
-            (choice,) = json.load(response)["choices"]
+        (choice,) = server.post("/v1/completions", server.body(prompt, vllm_xargs=LABELS))["choices"]
         assert choice.get("routed_experts") is None  # they are in the store, and nobody asked for them here
         tokens: list[int] = choice["token_ids"]
         return tokens
@@ -133,11 +124,7 @@ def complete_with_labels(server: Server, prompts: Sequence[str]) -> list[list[in
 
 def begin_and_hang_up(server: Server, prompt: str) -> None:
     """A long request whose client goes away after the first token; vLLM aborts it, and it is not recorded."""
-    body = {"model": server.model, "prompt": prompt, "max_tokens": 200, "ignore_eos": True, "stream": True}
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as response:
+    with server.open("/v1/completions", server.body(prompt, max_tokens=200, stream=True)) as response:
         response.readline()
 
 

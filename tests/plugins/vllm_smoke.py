@@ -15,7 +15,6 @@ import json
 import multiprocessing
 import os
 import re
-import socket
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.plugins.engine_runs import ENVIRONMENT, PROMPTS, TINY_MOE
+from tests.plugins.processes import free_port
 from tests.plugins.random_moe import write_checkpoint, write_neighbours
 
 RANKS = 2
@@ -207,13 +207,6 @@ def run_group(group: Sequence[Run], models: Models, out: Path, limit_s: float) -
         process.join(max(0.1, end - time.monotonic()))
         process.kill()
     return {run.name: Answer.of(run.name, out) for run in group}
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def excerpt(log: Path, lines_shown: int = 45) -> str:

@@ -1,0 +1,141 @@
+"""Processes that tests of engines start: servers that are asked over HTTP, and scripts that run to their end.
+
+Whatever happens, nothing that a process has started outlives the test. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PROJECT = Path(__file__).resolve().parents[2]
+LOG_END = 4000
+"""Characters of a log that an error shows."""
+
+
+class HttpServer:
+    """A server on this machine.
+
+    Args:
+        url: where it listens.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON answer to a JSON request."""
+        with self.open(path, body) as response:
+            return json.load(response)
+
+    def open(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The answer to a JSON request, to read while it comes."""
+        request = urllib.request.Request(
+            f"{self.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        return urllib.request.urlopen(request, timeout=180)
+
+    def is_healthy(self) -> bool:
+        """Whether it answers, has loaded its model, and every process of its engine lives."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return True
+        except OSError:
+            return False
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(
+    server: HttpServer, command: Sequence[str], log: Path, environment: Mapping[str, str], start_timeout_s: float
+) -> Iterator[None]:
+    """A server from its first answer on; stopped at the end with all its processes.
+
+    Args:
+        server: where the command will listen.
+        command: starts it.
+        log: file that gets what it prints.
+        environment: beside that of this process.
+        start_timeout_s: the longest wait for the first answer.
+
+    Raises:
+        RuntimeError: it ended or did not answer in time; carries the end of the log.
+    """
+    process = _start(command, log, environment)
+    try:
+        deadline = time.monotonic() + start_timeout_s
+        while not server.is_healthy():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{command[0]} did not start a server; the end of {log}:\n{_end_of(log)}")
+            time.sleep(0.5)
+        yield
+    finally:
+        _stop(process)
+
+
+def run_script(
+    python: str, script: str, arguments: Sequence[Path], log: Path, environment: Mapping[str, str], timeout_s: float
+) -> None:
+    """Run a file of this project, which may import others of it, to its end.
+
+    Args:
+        python: interpreter.
+        script: the file.
+        arguments: of the script.
+        log: file that gets what it prints.
+        environment: beside that of this process.
+        timeout_s: the longest that it may take.
+
+    Raises:
+        RuntimeError: it failed; carries the end of the log.
+        subprocess.TimeoutExpired: it took longer.
+    """
+    places = os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH"))))
+    command = [python, script, *map(str, arguments)]
+    process = _start(command, log, {**environment, "PYTHONPATH": places})
+    try:
+        if process.wait(timeout=timeout_s):
+            raise RuntimeError(f"{script} failed; the end of {log}:\n{_end_of(log)}")
+    finally:
+        _stop(process)
+
+
+def _start(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    with log.open("w") as output:
+        return subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment}, start_new_session=True
+        )
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it started."""
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, signum)
+            process.wait(timeout=20)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text(errors="replace")[-LOG_END:]
+
+
+__all__ = ["PROJECT", "HttpServer", "free_port", "run_script", "serving"]
