@@ -5,17 +5,19 @@ cores.
 """
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.plugins.engine_runs import PROMPTS, TINY_MOE, Server, run_offline, serve
-
 pytest.importorskip("vllm", reason="vLLM is not installed")
-safetensors = pytest.importorskip("safetensors.torch")
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("safetensors.torch")
+
+from tests.oracles.greedy_transformers import greedy_tokens
+from tests.plugins.engine_runs import NUM_TOKENS, PROMPTS, TINY_MOE, Server, run_offline, serve
+from tests.plugins.random_moe import write_neighbours, write_shared_experts
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -35,21 +37,13 @@ def plans(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in which every expert has the weights of its neighbour."""
-    folder = tmp_path_factory.mktemp("models") / "other-weights"
-    shutil.copytree(TINY_MOE, folder)
-    weights = safetensors.load_file(folder / "model.safetensors")
-    num_experts = json.loads((folder / "config.json").read_text())["num_experts"]
+    return write_neighbours(TINY_MOE, tmp_path_factory.mktemp("models") / "other-weights")
 
-    def neighbour(name: str) -> str:
-        head, separator, tail = name.partition(".mlp.experts.")
-        if not separator:
-            return name
-        expert, _, matrix = tail.partition(".")
-        return f"{head}{separator}{(int(expert) + 1) % num_experts}.{matrix}"
 
-    moved = {name: weights[neighbour(name)].clone() for name in weights}
-    safetensors.save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+@pytest.fixture(scope="module")
+def shared_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose layers have a shared expert beside the routed ones."""
+    return write_shared_experts(tmp_path_factory.mktemp("models") / "shared-experts")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def offline(folder: Path, other_weights: Path) -> dict[str, list[list[int]]]:
+def offline(folder: Path, other_weights: Path, shared_experts: Path) -> dict[str, list[list[int]]]:
     """Tokens of every engine that needs no HTTP."""
     split = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     return run_offline(
@@ -74,6 +68,7 @@ def offline(folder: Path, other_weights: Path) -> dict[str, list[list[int]]]:
                 "reload": str(other_weights),
             },
             {"name": "tensor parallel, fixed", "model": str(TINY_MOE), "options": split | options(replica_slots=0)},
+            {"name": "shared experts", "model": str(shared_experts), "options": split | options()},
         ],
         folder,
     )
@@ -105,6 +100,10 @@ def test_replicas_open_and_do_not_change_a_token(offline: dict[str, list[list[in
 def test_reloaded_weights_reach_every_replica(offline: dict[str, list[list[int]]]) -> None:
     assert offline["stock, other weights"] != offline["stock"]
     assert offline["tensor parallel, reloaded"] == offline["stock, other weights"]
+
+
+def test_shared_experts_are_added_once(offline: dict[str, list[list[int]]], shared_experts: Path) -> None:
+    assert offline["shared experts"] == greedy_tokens(shared_experts, PROMPTS, NUM_TOKENS)
 
 
 def test_data_and_expert_parallel_processes_give_the_tokens_of_stock_vllm(
