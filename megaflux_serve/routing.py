@@ -104,6 +104,23 @@ class RoutingBatch:
             )
 
 
+def route_padding(topk_ids: Tensor) -> Tensor:
+    """Give rows of padding, which engines mark with -1, valid routes that cost next to nothing: the first row's.
+
+    A captured batch of decode may be padding for the most part. Its rows then join token blocks that are computed
+    anyway and mostly empty; spread over all experts, they would have every expert's weights read. Where the first row
+    is padding as well, on a rank without requests, they go to the first k experts. Nothing waits for a device.
+
+    Args:
+        topk_ids: integer [M, k], -1 in whole rows; M may be 0.
+    """
+    import torch  # not loaded by those who only count
+
+    first = topk_ids[:1]
+    some_experts = torch.arange(topk_ids.shape[1], dtype=topk_ids.dtype, device=topk_ids.device)
+    return torch.where(topk_ids < 0, torch.where(first < 0, some_experts, first), topk_ids)
+
+
 def expert_counts(topk_ids: NDArray[Any], num_experts: int) -> CountArray:
     """int64 [E]: rows routed to each expert, from integer [M, k] ids in range."""
     return np.bincount(topk_ids.reshape(-1), minlength=num_experts).astype(np.int64)

@@ -8,15 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-import torch
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
-from torch import Tensor
 
 from megaflux_serve.errors import ConfigError
 from megaflux_serve.executors import DeviceExecutor
 from megaflux_serve.layer import ReplicatedMoE
-from megaflux_serve.routing import RoutingBatch
+from megaflux_serve.routing import RoutingBatch, route_padding
 from megaflux_serve.workspace import ExpertWeights
 from megaflux_sglang.options import option_error
 from megaflux_sglang.ranks import rank_context
@@ -86,21 +84,6 @@ def weights_updated() -> None:
     """Home weights of this process changed: before the next batch, every layer of every rank forgets its replicas."""
     for moe in _served:
         moe.weights_updated()
-
-
-def route_padding(topk_ids: Tensor) -> Tensor:
-    """Give rows of padding, which SGLang marks with -1, valid routes that cost next to nothing: the first row's.
-
-    A captured batch of decode may be padding for the most part. Its rows then join token blocks that are computed
-    anyway and mostly empty; spread over all experts, they would have every expert's weights read. Where the first row
-    is padding as well, on a rank without requests, they go to the first k experts.
-
-    Args:
-        topk_ids: integer [M, k].
-    """
-    first = topk_ids[:1]
-    some_experts = torch.arange(topk_ids.shape[1], dtype=topk_ids.dtype, device=topk_ids.device)
-    return torch.where(topk_ids < 0, torch.where(first < 0, some_experts, first), topk_ids)
 
 
 __all__ = ["MegaFluxMoEMethod", "weights_updated"]

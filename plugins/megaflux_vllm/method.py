@@ -17,7 +17,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from megaflux_serve.errors import ConfigError
 from megaflux_serve.layer import ReplicatedMoE
-from megaflux_serve.routing import RoutingBatch
+from megaflux_serve.routing import RoutingBatch, route_padding
 from megaflux_serve.workspace import ExpertWeights
 from megaflux_vllm import small_batches
 from megaflux_vllm.checks import option_error
@@ -136,9 +136,8 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
         self.context.startup.tell()
         self.replicated_moe.check_home(layer.w13_weight, layer.w2_weight)
         self.notice_writes(layer)
-        ids, scales = topk_ids, topk_weights.float()
-        if marks_padding():
-            ids = route_padding(topk_ids, self.layout.num_experts)
+        ids = route_padding(topk_ids) if marks_padding() else topk_ids
+        scales = topk_weights.float()
         if small_batches.rows_of_largest_rank(x.shape[0]) < self.context.options.min_tokens:
             return small_batches.compute(layer, x, scales, ids)
         batch = RoutingBatch(self.rows.take(x), self.rows.take(ids), self.rows.take(scales))
@@ -157,16 +156,4 @@ def marks_padding() -> bool:
     return is_forward_context_available() and getattr(get_forward_context(), "is_padding", None) is not None
 
 
-def route_padding(topk_ids: Tensor, num_experts: int) -> Tensor:
-    """Give rows of padding, which vLLM marks with -1, valid routes that load all experts alike.
-
-    Args:
-        topk_ids: integer [M, k].
-        num_experts: E, at least k.
-    """
-    num_rows, top_k = topk_ids.shape
-    spread = torch.arange(num_rows * top_k, dtype=topk_ids.dtype, device=topk_ids.device) % num_experts
-    return torch.where(topk_ids < 0, spread.view(num_rows, top_k), topk_ids)
-
-
-__all__ = ["MegaFluxMoEMethod", "SelfContainedKernel", "marks_padding", "route_padding"]
+__all__ = ["MegaFluxMoEMethod", "SelfContainedKernel", "marks_padding"]

@@ -1,10 +1,10 @@
-"""Histogram checks and the two measures of skew, against values worked out by hand."""
+"""Histogram checks, the two measures of skew and routes of padding, against values worked out by hand."""
 
 import numpy as np
 import pytest
 
 from megaflux_serve.errors import InputError
-from megaflux_serve.routing import check_counts, check_topk_ids, expert_counts, kappa, max_over_mean
+from megaflux_serve.routing import check_counts, check_topk_ids, expert_counts, kappa, max_over_mean, route_padding
 
 
 def test_kappa_is_one_for_uniform_routing_and_E_for_a_single_expert() -> None:
@@ -50,3 +50,14 @@ def test_ids_that_no_router_can_produce_are_refused(topk_ids: np.ndarray, messag
 def test_a_histogram_that_cannot_be_one_is_refused(counts: list, message: str) -> None:
     with pytest.raises(InputError, match=message):
         check_counts(counts, 2, 2)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("real", [[[5, 2], [7, 1]], []], ids=["requests", "no requests"])
+def test_padding_follows_the_first_row_and_real_rows_keep_their_routes(real: list[list[int]], padding: int) -> None:
+    torch = pytest.importorskip("torch")
+    ids = torch.tensor([*real, *[[-1, -1]] * padding], dtype=torch.int32).view(-1, 2)
+    routed = route_padding(ids)
+    assert routed.dtype == torch.int32
+    followed = real[0] if real else [0, 1]
+    assert routed.tolist() == [*real, *[followed] * padding]

@@ -363,17 +363,6 @@ def test_the_layer_computes_its_rows_and_ignores_padding(layer: torch.nn.Module,
 
 
 @on_stand_in
-def test_padding_rows_follow_the_first_row_and_real_rows_keep_their_routes() -> None:
-    from megaflux_sglang.method import route_padding
-
-    ids = torch.tensor([[5, 2], [7, 1], [-1, -1], [-1, -1]], dtype=torch.int32)
-    assert route_padding(ids).tolist() == [[5, 2], [7, 1], [5, 2], [5, 2]]
-    assert route_padding(ids[2:]).tolist() == [[0, 1], [0, 1]]  # a rank without requests
-    assert route_padding(ids[:0]).shape == (0, 2)
-    assert route_padding(ids).dtype == torch.int32
-
-
-@on_stand_in
 def test_a_model_that_builds_its_experts_otherwise_is_refused(layer: torch.nn.Module) -> None:
     with pytest.raises(UnsupportedError, match="builds its experts as FusedMoE"):
         stand_in.FusedMoE(8, 32, 16, layer_id=1)
