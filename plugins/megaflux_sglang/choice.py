@@ -15,12 +15,11 @@ from typing import Any
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError
 from megaflux_serve.executors.automatic import automatic_executor
-from megaflux_serve.executors.limits import layer_shape
+from megaflux_serve.executors.limits import check_options, layer_shape
 from megaflux_serve.planning.calibration import costs_here
 from megaflux_serve.planning.gate import GateCosts
 
 LOGGER = logging.getLogger("sglang.megaflux")
-BLOCK_ROWS = 128
 MAX_RUNNING_REQUESTS = 4096
 """SGLang's own limit where ``--max-running-requests`` is not given."""
 
@@ -120,14 +119,8 @@ def check_megakernel(server_args: Any, options: MegaFluxConfig) -> None:
         ConfigError: naming the flag or option.
         UnsupportedError: naming a size of the model.
     """
-    model, executor, num_ranks = server_args.get_model_config(), "with executor 'megakernel'", server_args.tp_size
-    if str(model.dtype) != "torch.bfloat16":
-        raise ConfigError("--dtype", str(model.dtype).removeprefix("torch."), f"bfloat16 {executor}")
-    if options.block_rows != BLOCK_ROWS:
-        raise ConfigError("block_rows", options.block_rows, f"{BLOCK_ROWS} {executor}")
-    if options.plan_log is not None and uses_graphs(server_args):
-        allowed = "null, or --disable-cuda-graph: a captured graph cannot be logged"
-        raise ConfigError("plan_log", str(options.plan_log), allowed)
+    model, num_ranks = server_args.get_model_config(), server_args.tp_size
+    check_options(options, model.dtype, "--disable-cuda-graph" if uses_graphs(server_args) else None)
     config = model.hf_text_config
     layer_shape(
         num_ranks,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError
 from megaflux_serve.executors.automatic import automatic_executor
-from megaflux_serve.executors.limits import layer_shape
+from megaflux_serve.executors.limits import check_options, layer_shape
 from megaflux_serve.planning.calibration import costs_here
 from megaflux_serve.planning.gate import GateCosts
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 LOGGER = logging.getLogger("vllm.megaflux")
-BLOCK_ROWS = 128
 INTERMEDIATE_SIZES = ("moe_intermediate_size", "intermediate_size")
 TOP_KS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 """Names that configurations of MoE models have for I and k, in the order in which they are looked for."""
@@ -126,14 +125,8 @@ def check_megakernel(config: VllmConfig, options: MegaFluxConfig, num_ranks: int
         ConfigError: naming the flag or option.
         UnsupportedError: naming a size of the model.
     """
-    model, executor = config.model_config, "with executor 'megakernel'"
-    if str(model.dtype) != "torch.bfloat16":
-        raise ConfigError("--dtype", str(model.dtype).removeprefix("torch."), f"bfloat16 {executor}")
-    if options.block_rows != BLOCK_ROWS:
-        raise ConfigError("block_rows", options.block_rows, f"{BLOCK_ROWS} {executor}")
-    if options.plan_log is not None and not model.enforce_eager:
-        allowed = "null, or --enforce-eager: a captured graph cannot be logged"
-        raise ConfigError("plan_log", str(options.plan_log), allowed)
+    model = config.model_config
+    check_options(options, model.dtype, None if model.enforce_eager else "--enforce-eager")
     intermediate, top_k = size_of(config, INTERMEDIATE_SIZES), size_of(config, TOP_KS)
     if intermediate is not None and top_k is not None:  # else the layer is checked when it is built
         slots, tokens = options.replica_slots if num_ranks > 1 else 0, options.max_tokens or 1
