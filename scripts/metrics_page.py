@@ -96,7 +96,7 @@ HOST_COSTS
 ## How many series
 
 `layer` is the layer's number in the model. With L layers, P ranks and E experts, rank 0 exports at most L * (23 + 2 P)
-counters and 57 series of histograms, each worker 56 series. `expert_rows_total` has the hottest 8 experts of a
+counters and 57 series of histograms, each worker 57 series. `expert_rows_total` has the hottest 8 experts of a
 layer at any time, by the rows of the last one to two minutes, so over days up to L * E.
 
 ## Windows of RL training

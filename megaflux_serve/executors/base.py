@@ -66,6 +66,10 @@ class Executor(ABC):
             [M, H] in the dtype of ``hidden``, a local rank: for each token the sum over its k experts, in top-k order.
         """
 
+    def timeouts(self) -> list[str]:
+        """What was waited for when a wait for another rank failed; none where no rank waits for another."""
+        return []
+
 
 def compute_pool(rows: Tensor, pool: Pool, slots: ExpertSlots, block_rows: int) -> Tensor:
     """The experts' results for the rows of one rank's pool, block by block.

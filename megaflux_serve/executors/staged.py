@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Literal
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ from megaflux_serve.workspace import ExpertSlots
 
 Message = tuple[int, Tensor]
 """A peer and the contiguous tensor that goes to it or comes from it."""
+
+Phase = Literal["counts", "replica_weights", "rows", "results"]
+"""What a rank waits for: the kernels' words where they wait for the same."""
 
 
 class StagedExecutor(Executor):
@@ -44,6 +48,7 @@ class StagedExecutor(Executor):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | str = "cpu", timeout_s: float = 300.0) -> None:
         self.group, self.device, self.timeout_s = group, torch.device(device), timeout_s
+        self._timeouts: list[Phase] = []
         self.num_ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.local_ranks = (self.rank,)
 
@@ -69,11 +74,14 @@ class StagedExecutor(Executor):
         by_rank, by_source = index_tensor(outgoing, self.device), index_tensor(incoming, self.device)
 
         rows = torch.empty((pool.source.size, batch.hidden.shape[1]), dtype=batch.hidden.dtype, device=self.device)
-        rows[by_source] = self._swap_rows("dispatch", batch.hidden[by_rank // ids.shape[1]], sent, received)
+        rows[by_source] = self._swap_rows("rows", batch.hidden[by_rank // ids.shape[1]], sent, received)
         computed = compute_pool(rows, pool, own_slots, plan.block_rows)
         results = torch.empty((ids.size, rows.shape[1]), dtype=rows.dtype, device=self.device)
-        results[by_rank] = self._swap_rows("return", computed[by_source], received, sent)
+        results[by_rank] = self._swap_rows("results", computed[by_source], received, sent)
         return [combine(results.view(*ids.shape, rows.shape[1]), batch.topk_weights)]
+
+    def timeouts(self) -> list[str]:
+        return [*self._timeouts]
 
     def _copy_replicas(self, plan: ReplicaPlan, slots: ExpertSlots) -> None:
         """Send home weights to the ranks that need them and receive those that this rank needs, in the plan's order."""
@@ -86,9 +94,9 @@ class StagedExecutor(Executor):
                 outgoing += [(rank, weight) for weight in slots.expert(int(layout.home_index[expert]))]
             if rank == self.rank:
                 incoming += [(home, weight) for weight in slots.expert(layout.experts_per_rank + slot)]
-        self._exchange("replica weights", outgoing, incoming)
+        self._exchange("replica_weights", outgoing, incoming)
 
-    def _swap_rows(self, phase: str, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def _swap_rows(self, phase: Phase, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """All-to-all of rows that are ordered by rank: ``sent[r]`` rows to rank r, ``received[r]`` rows from it."""
         arrived = rows.new_empty((sum(received), rows.shape[1]))
         outgoing, incoming = torch.split(rows, sent), torch.split(arrived, received)
@@ -97,7 +105,7 @@ class StagedExecutor(Executor):
         self._exchange(phase, [(rank, outgoing[rank]) for rank in peers], [(rank, incoming[rank]) for rank in peers])
         return arrived
 
-    def _exchange(self, phase: str, outgoing: list[Message], incoming: list[Message]) -> None:
+    def _exchange(self, phase: Phase, outgoing: list[Message], incoming: list[Message]) -> None:
         """Send and receive at once and wait for both; an empty message is not sent, since its receiver knows its size.
 
         Messages between two ranks arrive in the order of the lists.
@@ -120,6 +128,7 @@ class StagedExecutor(Executor):
             except RuntimeError as error:
                 if time.monotonic() < deadline:
                     raise
+                self._timeouts.append(phase)
                 raise PeerTimeoutError(peer, phase, -1, self.timeout_s) from error
 
 

@@ -109,9 +109,9 @@ WEIGHTS = ("resident", "copied")
 MEMORY_USES = ("home_slots", "replica_slots", "workspace")
 WAIT_PHASES = (
     *("histogram", "counts", "plan", "forward_start", "rows"),
-    *("replica_w1", "replica_w2", "activations", "results", "pull"),
+    *("replica_w1", "replica_w2", "replica_weights", "activations", "results", "pull"),
 )
-"""Names of the kernels' wait codes."""
+"""Names of the kernels' wait codes, and what the executor ``staged`` waits for."""
 DROP_REASONS = ("refused", "storage")
 EXECUTORS = ("reference", "staged", "megakernel")
 SWITCH = ("true", "false")

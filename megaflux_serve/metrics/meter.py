@@ -81,13 +81,12 @@ class Meter:
         """What was added up until now; waits for copies from the device, not for batches."""
         totals = {index: totals.words.copy() for index, totals in self._host.items()} | self._device.read()
         counted = sorted(totals)
-        timeouts = self.executor.timeouts() if isinstance(self.executor, DeviceExecutor) else []
         return Snapshot(
             self.worker,
             tuple(self._layers[index] for index in counted),
             [totals[index] for index in counted],
             self._memory(),
-            timeouts,
+            self.executor.timeouts(),
             time.time(),
         )
 

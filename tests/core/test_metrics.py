@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -249,8 +249,10 @@ def test_the_thread_ends_with_the_server_s_folder_and_does_not_make_it_again(tmp
     assert not folder.exists()
 
 
-def test_timeouts_are_counted_by_what_was_waited_for(tmp_path: Path) -> None:
-    replace(served()[0].snapshot(), timeouts=["counts", "counts"]).write(tmp_path)
+def test_timeouts_are_counted_by_what_was_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meter, _ = served()
+    monkeypatch.setattr(meter.executor, "timeouts", lambda: ["counts", "counts"])
+    meter.snapshot().write(tmp_path)
     series = scrape(tmp_path)
     assert series["megaflux_wait_timeouts_total", "0", "counts"] == 2
     assert sum(v for labels, v in series.items() if labels[0] == "megaflux_wait_timeouts_total") == 2
@@ -284,10 +286,12 @@ def test_names_units_and_labels_follow_prometheus_conventions() -> None:
             assert tuple(metric.labels)[:2] == SERVER_LABELS
 
 
-def test_wait_phases_are_the_kernels_wait_codes() -> None:
+def test_wait_phases_are_those_of_the_kernels_and_of_the_executor_on_the_host() -> None:
     from megaflux_kernels.layout import Wait
 
-    assert {wait.name.lower() for wait in Wait} == set(catalogue.WAIT_PHASES)
+    from megaflux_serve.executors.staged import Phase
+
+    assert {wait.name.lower() for wait in Wait} | {*get_args(Phase)} == {*catalogue.WAIT_PHASES}
 
 
 def shown(name: str, **labels: str) -> float:

@@ -75,9 +75,12 @@ def names_the_absent_rank(store: dist.Store) -> None:
     rank, absent = dist.get_rank(), NUM_PROCESSES - 1
     if rank != absent:
         case = make_case([3] * NUM_PROCESSES)
-        layer = staged_layer(case, StagedExecutor(dist.group.WORLD, timeout_s=1.0))
+        executor = StagedExecutor(dist.group.WORLD, timeout_s=1.0)
+        layer = staged_layer(case, executor)
+        assert executor.timeouts() == []
         with pytest.raises(PeerTimeoutError, match=rf"rank {absent} did not answer within 1 s: phase counts"):
             layer.forward_rank(case.batches[rank])
+        assert executor.timeouts() == ["counts"]
         store.set(f"rank {rank} gave up", "")
     store.wait([f"rank {other} gave up" for other in range(absent)])
 
