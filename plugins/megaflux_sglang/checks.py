@@ -14,7 +14,7 @@ from megaflux_serve.errors import ConfigError, UnsupportedError
 from megaflux_sglang import versions
 from megaflux_sglang.backend import FLAGS, NAME
 from megaflux_sglang.choice import num_routed_experts, settle
-from megaflux_sglang.options import megaflux_config, option_error
+from megaflux_sglang.options import megaflux_config, named_as_written
 
 DTYPES = ("float32", "bfloat16")
 # Model classes that hand a rank its own rows and take them back finished when the backend is of DeepEP's kind. Others
@@ -67,10 +67,8 @@ def check_server_args(result: None, record: Any, *args: Any, **kwargs: Any) -> N
     options = megaflux_config(server_args)
     check_arguments(server_args)
     check_model(server_args, options)
-    try:
+    with named_as_written():
         settle(server_args, options)
-    except ConfigError as error:
-        raise option_error(error) from None
 
 
 def check_arguments(server_args: Any) -> None:
@@ -115,10 +113,8 @@ def check_model(server_args: Any, options: MegaFluxConfig) -> None:
         raise ConfigError("--dtype", dtype, f"{' or '.join(DTYPES)} with {FLAGS}")
     if num_experts % server_args.tp_size:
         raise ConfigError("--tp-size", server_args.tp_size, f"a divisor of the model's {num_experts} experts")
-    try:
+    with named_as_written():
         options.slot_layout(num_experts, server_args.tp_size)
-    except ConfigError as error:
-        raise option_error(error) from None
 
 
 def check_layer(layer: Any) -> None:

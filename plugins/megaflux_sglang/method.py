@@ -11,12 +11,11 @@ from weakref import WeakSet
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 
-from megaflux_serve.errors import ConfigError
 from megaflux_serve.executors import DeviceExecutor
 from megaflux_serve.layer import ReplicatedMoE
 from megaflux_serve.routing import RoutingBatch, route_padding
 from megaflux_serve.workspace import ExpertWeights
-from megaflux_sglang.options import option_error
+from megaflux_sglang.options import named_as_written
 from megaflux_sglang.ranks import rank_context
 from megaflux_sglang.versions import server_args
 
@@ -43,10 +42,8 @@ class MegaFluxMoEMethod(UnquantizedFusedMoEMethod):
         self.name = layer.layer_name or f"layers.{layer.layer_id}.experts"
         self.context = rank_context(server_args(), layer.w13_weight.device)
         options, executor = self.context.options, self.context.executor
-        try:
+        with named_as_written():
             self.layout = options.slot_layout(layer.num_experts, executor.num_ranks)
-        except ConfigError as error:
-            raise option_error(error) from None
         if isinstance(executor, DeviceExecutor):  # weights load straight into memory that other ranks can read
             (home,) = executor.home_weights(self.layout, layer.hidden_size, layer.intermediate_size_per_partition)
             layer.w13_weight.data, layer.w2_weight.data = home.w13, home.w2

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megaflux_serve.config import MegaFluxConfig
@@ -49,20 +51,27 @@ def megaflux_config(server_args: Any) -> MegaFluxConfig:
         ConfigError: naming the option as the user wrote it.
     """
     options = given_options(server_args)
-    try:
+    with named_as_written():
         return MegaFluxConfig.parse(options)
+
+
+@contextmanager
+def named_as_written() -> Iterator[None]:
+    """Have an error of the core name its option as it stands where the user wrote it.
+
+    Raises:
+        ConfigError: instead of the core's.
+    """
+    try:
+        yield
     except ConfigError as error:
-        raise option_error(error) from None
-
-
-def option_error(error: ConfigError) -> ConfigError:
-    """The core's error, with the option's name as it stands where the user wrote it."""
-    if error.field.startswith("--"):
-        return error
-    place = VARIABLE if VARIABLE in os.environ else f"{FLAG} {KEY}"
-    whole = error.field == KEY  # the object itself is at fault
-    separator = " " if place == VARIABLE else "."
-    return ConfigError(place if whole else f"{place}{separator}{error.field}", error.value, error.allowed)
+        if error.field.startswith("--"):
+            raise
+        place = VARIABLE if VARIABLE in os.environ else f"{FLAG} {KEY}"
+        whole = error.field == KEY  # the object itself is at fault
+        separator = " " if place == VARIABLE else "."
+        name = place if whole else f"{place}{separator}{error.field}"
+        raise ConfigError(name, error.value, error.allowed) from None
 
 
 def _overrides(server_args: Any) -> dict[str, Any]:
@@ -74,4 +83,4 @@ def _overrides(server_args: Any) -> dict[str, Any]:
     return overrides if isinstance(overrides, dict) else {}
 
 
-__all__ = ["given_options", "is_given", "megaflux_config", "option_error"]
+__all__ = ["given_options", "is_given", "megaflux_config", "named_as_written"]

@@ -12,12 +12,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from megaflux_serve.errors import ConfigError
 from megaflux_serve.executors import DeviceExecutor, select_executor
 from megaflux_serve.rank import RankContext
 from megaflux_sglang.choice import settle
 from megaflux_sglang.metrics import worker_meter
-from megaflux_sglang.options import megaflux_config, option_error
+from megaflux_sglang.options import megaflux_config, named_as_written
 from megaflux_sglang.versions import resolved
 
 if TYPE_CHECKING:
@@ -43,11 +42,10 @@ def rank_context(server_args: Any, device: torch.device) -> RankContext:
 
     group = get_moe_ep_group()
     if group not in _contexts:
-        try:
-            options = settle(resolved(server_args), megaflux_config(server_args))
+        given = megaflux_config(server_args)
+        with named_as_written():
+            options = settle(resolved(server_args), given)
             executor = select_executor(options, group.world_size, group.device_group, device)
-        except ConfigError as error:
-            raise option_error(error) from None
         meter = worker_meter(options, executor, group.rank_in_group, server_args)
         _contexts[group] = RankContext.of(options, executor, group.rank_in_group, meter, LOGGER)
     return _contexts[group]

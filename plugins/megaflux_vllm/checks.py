@@ -8,6 +8,8 @@ its weights load.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from megaflux_serve.config import MegaFluxConfig
@@ -79,18 +81,24 @@ def megaflux_config(additional_config: Any) -> MegaFluxConfig:
         ConfigError: naming the option as the user wrote it.
     """
     options = additional_config.get(BACKEND, {}) if isinstance(additional_config, dict) else {}
-    try:
+    with named_as_written():
         return MegaFluxConfig.parse(options)
+
+
+@contextmanager
+def named_as_written() -> Iterator[None]:
+    """Have an error of the core name its option as it stands on vLLM's command line.
+
+    Raises:
+        ConfigError: instead of the core's.
+    """
+    try:
+        yield
     except ConfigError as error:
-        raise option_error(error) from None
-
-
-def option_error(error: ConfigError) -> ConfigError:
-    """The core's error, with the option's name as it stands on vLLM's command line."""
-    if error.field.startswith("--"):
-        return error
-    path = BACKEND if error.field == BACKEND else f"{BACKEND}.{error.field}"
-    return ConfigError(f"--additional-config {path}", error.value, error.allowed)
+        if error.field.startswith("--"):
+            raise
+        path = BACKEND if error.field == BACKEND else f"{BACKEND}.{error.field}"
+        raise ConfigError(f"--additional-config {path}", error.value, error.allowed) from None
 
 
 def check_arguments(args: EngineArgs) -> None:
@@ -142,11 +150,9 @@ def check_config(config: VllmConfig) -> MegaFluxConfig:
             num_ranks,
             f"a divisor of the model's {num_experts} experts",
         )
-    try:
+    with named_as_written():
         options.slot_layout(num_experts, num_ranks)
         options = settle(config, options, num_ranks)
-    except ConfigError as error:
-        raise option_error(error) from None
     if options.executor != "megakernel" and not model.enforce_eager:
         raise ConfigError(
             "--enforce-eager",
@@ -197,4 +203,5 @@ __all__ = [
     "check_layer",
     "is_installed",
     "megaflux_config",
+    "named_as_written",
 ]

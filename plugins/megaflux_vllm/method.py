@@ -15,12 +15,11 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.utils import set_weight_attrs
 
-from megaflux_serve.errors import ConfigError
 from megaflux_serve.layer import ReplicatedMoE
 from megaflux_serve.routing import RoutingBatch, route_padding
 from megaflux_serve.workspace import ExpertWeights
 from megaflux_vllm import small_batches
-from megaflux_vllm.checks import option_error
+from megaflux_vllm.checks import named_as_written
 from megaflux_vllm.ranks import RowShard, home_ranks, rank_context
 
 if TYPE_CHECKING:
@@ -82,10 +81,8 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
     ) -> None:
         """Register ``w13_weight`` [E/P, 2I, H] (gate rows, then up) and ``w2_weight`` [E/P, H, I] for vLLM to load."""
         home = home_ranks(layer.expert_map, self.moe.num_experts)
-        try:
+        with named_as_written():
             self.layout = self.context.options.slot_layout(self.moe.num_experts, self.context.executor.num_ranks, home)
-        except ConfigError as error:
-            raise option_error(error) from None
         home = self.context.home_weights(self.layout, hidden_size, intermediate_size_per_partition, params_dtype)
         for name, tensor in (("w13_weight", home.w13), ("w2_weight", home.w2)):
             weight = torch.nn.Parameter(tensor, requires_grad=False)

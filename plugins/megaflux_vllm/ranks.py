@@ -17,12 +17,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaflux_serve.errors import ConfigError, InputError
+from megaflux_serve.errors import InputError
 from megaflux_serve.executors import DeviceExecutor, select_executor
 from megaflux_serve.rank import RankContext
 from megaflux_serve.slots import IntArray, SlotLayout
 from megaflux_serve.workspace import ExpertWeights
-from megaflux_vllm.checks import megaflux_config, option_error
+from megaflux_vllm.checks import megaflux_config, named_as_written
 from megaflux_vllm.metrics import worker_meter
 from megaflux_vllm.steps import watch_steps
 
@@ -75,10 +75,8 @@ def rank_context() -> VllmRankContext:
     if group not in _contexts:
         config = get_current_vllm_config()
         options = megaflux_config(config.additional_config)
-        try:
+        with named_as_written():
             executor = select_executor(options, group.world_size, group.device_group, current_platform.device_type)
-        except ConfigError as error:
-            raise option_error(error) from None
         meter = worker_meter(options, executor, group.rank_in_group, config)
         context = VllmRankContext.of(options, executor, group.rank_in_group, meter, LOGGER)
         if isinstance(executor, DeviceExecutor):
