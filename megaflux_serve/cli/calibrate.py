@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megaflux_serve.cli.shape_options import Experts, Hidden, Intermediate, Ranks, ReplicaSlots, TopK
 from megaflux_serve.errors import ConfigError, UnsupportedError
 from megaflux_serve.planning.calibration import layer_name, store_costs
 from megaflux_serve.planning.gate import GateCosts
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def calibrate(
-    hidden: Annotated[int, typer.Option(help="Hidden size H of the layer.")],
-    intermediate: Annotated[int, typer.Option(help="Intermediate size I of one expert.")],
-    experts: Annotated[int, typer.Option(help="Experts E.")] = 128,
-    top_k: Annotated[int, typer.Option(help="Experts of a token.")] = 8,
-    ranks: Annotated[int, typer.Option("--ranks", "-p", help="Ranks, a GPU each.")] = 2,
-    replica_slots: Annotated[int, typer.Option("--replica-slots", "-s", help="Replica slots of a rank.")] = 2,
+    hidden: Hidden,
+    intermediate: Intermediate,
+    experts: Experts = 128,
+    top_k: TopK = 8,
+    ranks: Ranks = 2,
+    replica_slots: ReplicaSlots = 2,
     tokens: Annotated[int, typer.Option(help="Tokens of a rank's batch.")] = 1024,
 ) -> None:
     """What do a block, a replica and a plan cost on this machine?

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from megaflux_serve.cli.shape_options import Experts, Hidden, Intermediate, Ranks, ReplicaSlots, TopK
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import UnsupportedError
 from megaflux_serve.executors.limits import layer_shape
@@ -18,12 +19,12 @@ ARCHITECTURE_VARIABLE = "CUTE_DSL_ARCH"
 
 
 def compile_kernels(
-    hidden: Annotated[int, typer.Option(help="Hidden size H of the layer.")],
-    intermediate: Annotated[int, typer.Option(help="Intermediate size I of one expert.")],
-    experts: Annotated[int, typer.Option(help="Experts E.")] = 128,
-    top_k: Annotated[int, typer.Option(help="Experts of a token.")] = 8,
-    ranks: Annotated[int, typer.Option("--ranks", "-p", help="Ranks, a GPU each.")] = 2,
-    replica_slots: Annotated[int, typer.Option("--replica-slots", "-s", help="Replica slots of a rank.")] = 2,
+    hidden: Hidden,
+    intermediate: Intermediate,
+    experts: Experts = 128,
+    top_k: TopK = 8,
+    ranks: Ranks = 2,
+    replica_slots: ReplicaSlots = 2,
     max_tokens: Annotated[int, typer.Option(help="Rows of a rank's largest batch.")] = 8192,
 ) -> None:
     """Compile the kernels of a layer shape, so that no server has to.
