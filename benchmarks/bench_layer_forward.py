@@ -107,8 +107,9 @@ def layer_shape(name: str, max_tokens: int) -> LayerShape:
 def make_rig(name: str, max_tokens: int, config: ForwardConfig) -> Rig:
     """Buffers and weights of a shape."""
     shape = layer_shape(name, max_tokens)
-    memories = [SymmetricMemory.rendezvous(size, dist.group.WORLD) for size in memory_sizes(shape, config.tiling)]
-    return Rig(shape, config, [(memories[0], memories[1])])
+    sizes = memory_sizes(shape, config.tiling)
+    memories = [SymmetricMemory.allocate(size, shape.num_ranks, dist.group.WORLD) for size in sizes]
+    return Rig(shape, config, list(zip(*memories, strict=True)))
 
 
 def run_case(rig: Rig, name: str, tokens: int, routing: str, options: argparse.Namespace) -> list[ResultRow]:

@@ -38,9 +38,11 @@ import torch
 import torch.distributed as dist
 from megaflux_kernels.layout import SearchShape
 from megaflux_kernels.planner_map import Mark, PlannerShape
+from megaflux_kernels.symmetric import local_ranks
 from megaflux_kernels.worklist import LayerShape
 from numpy.typing import NDArray
 
+from benchmarks import cases
 from benchmarks.harness import (
     RESULTS,
     ResultRow,
@@ -53,7 +55,7 @@ from benchmarks.harness import (
 )
 from benchmarks.planner_cases import expected_tables, first_difference
 from benchmarks.planner_compile import Job, compile_all
-from benchmarks.planner_rig import Rig, planner_shape, real_rig, virtual_rig
+from benchmarks.planner_rig import Rig, make_rig, planner_shape
 from megaflux_serve.planning import eta, fixed_rank_rows, plan_replicas, planner, workload
 from megaflux_serve.planning.plan import ReplicaPlan
 from megaflux_serve.planning.routes import map_blocks, source_routes
@@ -63,6 +65,8 @@ from megaflux_serve.slots import SlotLayout
 
 BENCH = "planner"
 TOP_K = 8
+WIDTHS = (2048, 768)
+"""H and I of Qwen3-30B-A3B."""
 VIRTUAL_RANKS = 8
 EXPERTS = (128, 256, 512)
 TOKENS = tuple(1024 * k for k in (1, 4, 8, 32, 128))
@@ -113,10 +117,8 @@ def settings() -> list[Setting]:
 
 
 def ids_of(setting: Setting, num_ranks: int) -> NDArray[np.int32]:
-    """int32 [P, M, k]: distinct experts of every token, with the setting's shares of experts."""
-    shares = workload.balanced_shares(setting.experts)
-    if setting.routing != "balanced":
-        shares = workload.zipf_shares(setting.experts, float(setting.routing.removeprefix("zipf-k")))
+    """int32 [P, M, k]: distinct experts of every token, with the setting's shares of experts; first realisation."""
+    shares = cases.family_shares(setting.routing, setting.experts)[0]
     counts = workload.permute(workload.scale_counts(shares, num_ranks * setting.tokens, TOP_K), workload.SEEDS[0])
     routes = workload.realise_routes(counts, num_ranks, TOP_K, workload.SEEDS[0])
     return np.ascontiguousarray(routes.reshape(num_ranks, setting.tokens, TOP_K), dtype=np.int32)
@@ -198,7 +200,7 @@ def balance(plan: ReplicaPlan) -> dict[str, tuple[float, float]]:
 
 
 def measure(setting: Setting, rig: Rig, ids: NDArray[np.int32], group: dist.ProcessGroup | None) -> list[ResultRow]:
-    """Check and time one setting; the slowest rank of all processes counts."""
+    """Check and time one setting; the slowest process counts."""
     search, ranks = rig.ranks[0].shape.search, [rank.rank for rank in rig.ranks]
     layout = SlotLayout(search.num_experts, search.num_ranks, search.num_replica_slots)
     counts = np.stack([expert_counts(i, setting.experts) for i in ids])
@@ -240,7 +242,8 @@ def measure(setting: Setting, rig: Rig, ids: NDArray[np.int32], group: dist.Proc
         "ranks": len(ids),
         "tokens_per_rank": setting.tokens,
         "routing": setting.routing,
-        "emulated": group is None,
+        "gpus": len(samples),
+        "emulated": len(ranks) > 1,
     }
     timed = [ResultRow(BENCH, case, name, value, "us", baselines.get(name)) for name, value in values.items()]
     return timed + [
@@ -249,26 +252,36 @@ def measure(setting: Setting, rig: Rig, ids: NDArray[np.int32], group: dist.Proc
     ]
 
 
-def shapes(setting: Setting, num_ranks: int, local_ranks: int) -> tuple[PlannerShape, LayerShape]:
+def shapes(
+    setting: Setting, num_ranks: int, num_local: int, widths: tuple[int, int]
+) -> tuple[PlannerShape, LayerShape]:
     """What a setting is compiled for; tables of a server that takes batches of ``STUDIED_TOKENS`` at least."""
     search = SearchShape(setting.experts, num_ranks, min(16, setting.experts // (4 * num_ranks)))
     capacity = max(setting.tokens, STUDIED_TOKENS)
-    layer = LayerShape(num_ranks, setting.experts, search.num_replica_slots, 2048, 768, TOP_K, capacity)
-    return planner_shape(search, TOP_K, capacity, local_ranks), layer
+    layer = LayerShape(num_ranks, setting.experts, search.num_replica_slots, *widths, TOP_K, capacity)
+    return planner_shape(search, TOP_K, capacity, num_local), layer
 
 
-def run(group: dist.ProcessGroup | None) -> list[ResultRow]:
-    """All settings on the ranks of a group, or on virtual ones."""
-    num_ranks = VIRTUAL_RANKS if group is None else dist.get_world_size(group)
-    local_ranks = num_ranks if group is None else 1
+def run(
+    group: dist.ProcessGroup | None, num_ranks: int, settings: list[Setting], widths: tuple[int, int] = WIDTHS
+) -> list[ResultRow]:
+    """All settings.
+
+    Args:
+        group: processes that hold the ranks evenly, a device each; None: all ranks are virtual ones of this device.
+        num_ranks: P.
+        settings: in the order of measurement.
+        widths: H and I of the layer whose forward tables are written.
+    """
+    num_local = len(local_ranks(num_ranks, group))
+    planned = [(setting, *shapes(setting, num_ranks, num_local, widths)) for setting in settings]
     if group is None or dist.get_rank(group) == 0:
-        compile_all(list({Job(*shapes(setting, num_ranks, local_ranks), trace=True) for setting in settings()}))
+        compile_all(list({Job(shape, layer, trace=True) for _, shape, layer in planned}))
     if group is not None:
         dist.barrier(group)
     rows: list[ResultRow] = []
-    for setting in settings():
-        shape, layer = shapes(setting, num_ranks, local_ranks)
-        rig = real_rig(shape, group, layer=layer, trace=True) if group else virtual_rig(shape, layer=layer, trace=True)
+    for setting, shape, layer in planned:
+        rig = make_rig(shape, group, layer=layer, trace=True)
         new = measure(setting, rig, ids_of(setting, num_ranks), group)
         rows += new
         if group is None or dist.get_rank(group) == 0:
@@ -306,10 +319,11 @@ def main() -> None:
         device = int(os.environ["LOCAL_RANK"])
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=torch.device("cuda", device))
-        rows, first = run(dist.group.WORLD), dist.get_rank() == 0
+        rows = run(dist.group.WORLD, dist.get_world_size(), settings())
+        first = dist.get_rank() == 0
         dist.destroy_process_group()
     if first:
-        rows += run(None)
+        rows += run(None, VIRTUAL_RANKS, settings())
         folder = Path(os.environ.get("OUT", RESULTS))
         context = RunContext.current(torch.cuda.get_device_name(), "torch", "nvidia-cutlass-dsl", "numba")
         write_results(folder / f"{BENCH}.json", rows, context)

@@ -124,7 +124,7 @@ def compare_batches(shapes: tuple[tuple[int, int, int, int], ...], group: Proces
     """
     from megaflux_kernels.planner_buffers import LaunchOptions
 
-    from benchmarks.planner_rig import real_rig, virtual_rig
+    from benchmarks.planner_rig import make_rig
 
     rows = []
     for batch_shape in shapes:
@@ -133,7 +133,7 @@ def compare_batches(shapes: tuple[tuple[int, int, int, int], ...], group: Proces
         home = rng.permutation(np.arange(experts, dtype=np.int32) % ranks)
         layout = SlotLayout(experts, ranks, slots, home)
         shape, layer, _ = batch_job(*batch_shape, real=group is not None)
-        rig = real_rig(shape, group, home, layer) if group else virtual_rig(shape, home, layer)
+        rig = make_rig(shape, group, home, layer)
         held = layout.no_replicas()
         for batch in range(BATCHES):
             ids = [random_ids(rng, experts, top_k, batch) for _ in range(ranks)]

@@ -4,11 +4,10 @@
 #
 #   compile     60  the kernels of the other steps, on all cores at once
 #   unit       120  tests on one GPU: float64, fixed placement bit for bit, odd batches
-#   pair        90  tests on two: changing batches, captured graphs, a peer that is late or dies
+#   pair       150  tests on two: changing batches, captured graphs, a peer that is late or dies, eight ranks on both
 #   stress      75  20,000 batches in a row on two GPUs, all compared, or as many as STRESS_S seconds allow (45)
 #   sanitize   120  compute-sanitizer's memcheck, racecheck and synccheck, one rank and two virtual ones
 #   counters    90  hardware counters of one rank's launch, with Nsight Compute
-#   emulated   130  eight virtual ranks on one GPU
 #   bench      150  the forward kernel at 8K tokens a rank, three shapes, balanced and hot, balanced beside the peers
 #   routings    90  the same without peers under the other routings
 #   shapes      75  two more shapes
@@ -17,13 +16,13 @@
 #   alone       40  one rank without another
 #   trace       60  times inside the kernel
 #
-# unit, sanitize, counters and emulated take the first GPU that CUDA_VISIBLE_DEVICES names.
+# unit, sanitize and counters take the first GPU that CUDA_VISIBLE_DEVICES names.
 # Rows of bench, routings, shapes, tokens and alone come together in $OUT/layer_forward.json. Real routings need
 # MEGAFLUX_TRACES; without it they are left out. Peers need their packages. CHECK is an expression that selects tests as
 # pytest -k does, SHAPES the shapes of bench, routings, counters and alone.
 cd "$(dirname "$0")/.." || exit
 . benchmarks/gpu_steps.sh
-all="compile unit pair stress sanitize counters emulated bench routings shapes tokens layer alone trace"
+all="compile unit pair stress sanitize counters bench routings shapes tokens layer alone trace"
 known_steps "$all" "$@"
 [ $# -gt 0 ] || set -- $all
 real=() native=()
@@ -51,7 +50,7 @@ unit() { # several processes: most of a test is compiling
   LINES_SHOWN=60 tests unit 120 tests/kernels/test_megakernel_gpu.py tests/kernels/test_forward_gpu.py -n 6 --maxfail=6 \
     "${selected[@]}"
 }
-pair() { LINES_SHOWN=40 tests pair 90 tests/kernels/test_megakernel_two_gpus.py --durations=4 "${selected[@]}"; }
+pair() { LINES_SHOWN=40 tests pair 150 tests/kernels/test_megakernel_real_ranks.py --durations=4 "${selected[@]}"; }
 stress() { ranks 2 stress 75 benchmarks/stress_layer.py --seconds "${STRESS_S:-45}" --out "$OUT/layer_stress.json"; }
 
 sanitize() { # all tools at once, with one rank, then with two virtual ranks, whose launches must run side by side
@@ -79,9 +78,6 @@ counters() {
       python3 benchmarks/profile_layer.py --shape "$shape" --launches 2 || status=1
   done
   return $status
-}
-emulated() {
-  LINES_SHOWN=70 step emulated 130 python3 benchmarks/bench_layer_emulated.py --out "$OUT/layer_emulated.json"
 }
 
 bench() {

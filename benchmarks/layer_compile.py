@@ -1,9 +1,10 @@
 """Compile the kernels of the layer benchmarks at once, a process a kernel, into the kernel cache.
 
-    python3 benchmarks/layer_compile.py [bench] [layer] [emulated] [stress] [sanitize]
+    python3 benchmarks/layer_compile.py [bench] [layer] [stress] [sanitize]
+    python3 benchmarks/layer_compile.py ep8 --gpus 2
 
 A benchmark that compiles one shape after another leaves its GPUs idle for minutes. Shapes, ranks and batch sizes are
-those of ``gpu_layer_forward.sh``; what is missing here is compiled where it is used.
+those of ``gpu_layer_forward.sh`` and, for ``ep8``, of ``gpu_ep8.sh``; what is missing is compiled where it is used.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from megaflux_kernels.layout import SearchShape
 from megaflux_kernels.planner_map import PlannerShape
 from megaflux_kernels.worklist import LayerShape
 
+from benchmarks.ep8_grid import EXPERTS, HIDDEN, INTERMEDIATE, RANKS, TOP_K, replica_slots
 from benchmarks.layer_workloads import SHAPES
 from megaflux_serve.planning.totals import totals_map
+from tests.kernels.layer_cases import EIGHT_RANKS
 
 SMS = 132
 """Multiprocessors of an H100 or H200, on which launches depend."""
@@ -32,8 +35,8 @@ LARGEST = dict.fromkeys(SHAPES, (8192,)) | {"qwen3-30b-a3b": (8192, 32768), "dee
 """Largest batches of the runs of a shape."""
 
 WHOLE_LAYER = dict.fromkeys(("qwen3-30b-a3b", "deepseek-v3-e64"), 16384)
-EMULATED = (7168, 2048, 8, 4096)
-"""H, I, k and largest batch of ``bench_layer_emulated``."""
+EP8_LARGEST = {1: 8192, 2: 16384, 4: 32768, 8: 65536}
+"""Largest batch of a rank in ``bench_layer_ep8`` by GPUs of 141 GB; that program asks for the free memory."""
 
 SANITIZED, STRESSED = (8, 320, 192, 2, 300), (32, 512, 256, 4, 2048)
 """E, H, I, k and largest batch of ``sanitize_layer`` and ``stress_layer``."""
@@ -69,9 +72,12 @@ def layer() -> Layers:
     return layers
 
 
-def emulated() -> Layers:
-    """The paper's layer on eight virtual ranks."""
-    return {(LayerShape(8, experts, slots, *EMULATED), 8) for experts in (64, 128, 256) for slots in (0, experts // 32)}
+def ep8(gpus: int) -> Layers:
+    """The paper's layer on eight ranks, and those of the tests with real ranks."""
+    widths, num_local = (HIDDEN, INTERMEDIATE, TOP_K, EP8_LARGEST[gpus]), RANKS // gpus
+    paper = [LayerShape(RANKS, experts, s, *widths) for experts in EXPERTS for s in (0, replica_slots(experts))]
+    tests = [case.shape(slots) for case in EIGHT_RANKS.values() for slots in (0, case.num_slots)]
+    return {(shape, num_local) for shape in (*paper, *tests)}
 
 
 def stress() -> Layers:
@@ -84,12 +90,14 @@ def sanitize() -> Layers:
     return {(LayerShape(ranks, SANITIZED[0], s, *SANITIZED[1:]), ranks) for ranks, s in ((1, 0), (2, 0), (2, 2))}
 
 
-GROUPS = {"bench": bench, "layer": layer, "emulated": emulated, "stress": stress, "sanitize": sanitize}
+PLANNED = {"layer": layer, "stress": stress, "sanitize": sanitize}
+"""Groups that plan on the device."""
 
 
-def jobs(groups: Sequence[str]) -> list[Job]:
+def jobs(groups: Sequence[str], gpus: int) -> list[Job]:
     """Every kernel once, those that take longest first."""
-    planned = {one for group in groups if group != "bench" for one in GROUPS[group]()}
+    planned = {one for group in groups if group in PLANNED for one in PLANNED[group]()}
+    planned |= ep8(gpus) if "ep8" in groups else set()
     every = planned | (bench() if "bench" in groups else set())
     kernels = ("forward", "transfer", "combine")
     return [Job("planner", *one) for one in planned] + [Job(kernel, *one) for kernel in kernels for one in every]
@@ -120,10 +128,12 @@ def compile_job(job: Job) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("groups", nargs="*", default=list(GROUPS), help=f"default: {', '.join(GROUPS)}")
-    groups = parser.parse_args().groups
+    default = ["bench", *PLANNED]
+    parser.add_argument("groups", nargs="*", default=default, help=f"ep8, or any of {', '.join(default)}, the default")
+    parser.add_argument("--gpus", type=int, default=8, choices=EP8_LARGEST, help="of ep8, for eight ranks")
+    options = parser.parse_args()
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
-    begin, every = time.monotonic(), jobs(groups)
+    begin, every = time.monotonic(), jobs(options.groups, options.gpus)
     processes = max(1, (os.cpu_count() or 2) - 2)
     with multiprocessing.get_context("spawn").Pool(min(processes, len(every))) as pool:
         seconds = pool.map(compile_job, every, chunksize=1)

@@ -231,7 +231,7 @@ def memory_sizes(shape: LayerShape, tiling: Tiling) -> tuple[int, int]:
 def virtual_rig(shape: LayerShape, seed: int = 0, timeout_s: float = 5.0, **options: object) -> Rig:
     """All P ranks on the current GPU; ``options`` are those of ``ForwardConfig``."""
     config = dataclasses.replace(shared_config(shape.num_ranks), **options)  # type: ignore[arg-type]
-    memories = [SymmetricMemory.virtual(size, shape.num_ranks) for size in memory_sizes(shape, config.tiling)]
+    memories = [SymmetricMemory.allocate(size, shape.num_ranks) for size in memory_sizes(shape, config.tiling)]
     return Rig(shape, config, list(zip(*memories, strict=True)), seed, timeout_s)
 
 

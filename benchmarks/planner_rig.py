@@ -1,4 +1,4 @@
-"""The device planner set up for tests and benchmarks: virtual ranks on one device, or one rank of several.
+"""The device planner set up for tests and benchmarks: the ranks of this device, which are all or some of P.
 
 Knows how to allocate and launch; decides nothing about cases, checks or timing.
 """
@@ -85,45 +85,32 @@ def planner_shape(search: SearchShape, top_k: int, max_tokens: int, local_ranks:
     return PlannerShape(search, top_k, max_tokens, num_chunks(local_ranks))
 
 
-def virtual_rig(
+def make_rig(
     shape: PlannerShape,
+    group: ProcessGroup | None = None,
     home_rank: NDArray[np.int32] | None = None,
     layer: LayerShape | None = None,
     trace: bool = False,
 ) -> Rig:
-    """All ranks on this device.
+    """The local ranks; collective.
 
     Args:
         shape: what to plan and route.
+        group: processes that hold the ranks evenly, a device each; None: all ranks are on this device.
         home_rank: int32 [E], default contiguous.
         layer: the layer whose forward tables are filled, or None.
         trace: record the ends of the stages.
     """
     num_ranks = shape.search.num_ranks
-    memories = SymmetricMemory.virtual(PlannerMap(shape).num_bytes, num_ranks)
-    tables: list[Tables] | list[None] = [None] * num_ranks
+    memories = SymmetricMemory.allocate(PlannerMap(shape).num_bytes, num_ranks, group)
+    tables: list[Tables] | list[None] = [None] * len(memories)
     if layer is not None:
-        shared = SymmetricMemory.virtual(Tables.num_bytes(layer), num_ranks)
+        shared = SymmetricMemory.allocate(Tables.num_bytes(layer), num_ranks, group)
         tables = [Tables(layer, memory) for memory in shared]
-    ranks = [planner(shape, *pair, home_rank, trace) for pair in zip(memories, tables, strict=True)]
-    return _rig(ranks, tables)
-
-
-def real_rig(
-    shape: PlannerShape,
-    group: ProcessGroup,
-    home_rank: NDArray[np.int32] | None = None,
-    layer: LayerShape | None = None,
-    trace: bool = False,
-) -> Rig:
-    """This process's rank of ``group``, one device a rank; collective."""
-    memory = SymmetricMemory.rendezvous(PlannerMap(shape).num_bytes, group)
-    tables = None
-    if layer is not None:
-        tables = Tables(layer, SymmetricMemory.rendezvous(Tables.num_bytes(layer), group))
-    rig = _rig([planner(shape, memory, tables, home_rank, trace)], [tables])
-    torch.cuda.synchronize()
-    torch.distributed.barrier(group)
+    rig = _rig([planner(shape, *pair, home_rank, trace) for pair in zip(memories, tables, strict=True)], tables)
+    if group is not None:
+        torch.cuda.synchronize()
+        torch.distributed.barrier(group)
     return rig
 
 
@@ -219,4 +206,4 @@ def plan_group(group: Group) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     return plans.cpu().numpy(), resident.cpu().numpy()
 
 
-__all__ = ["TIMEOUT_S", "Rig", "num_chunks", "plan_group", "planner_shape", "real_rig", "virtual_rig"]
+__all__ = ["TIMEOUT_S", "Rig", "make_rig", "num_chunks", "plan_group", "planner_shape"]

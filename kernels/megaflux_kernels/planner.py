@@ -95,7 +95,7 @@ class Planner:
             totals: address of int64 [local ranks, ``TotalsMap.num_words``], this layer's; 0 adds nothing.
             region: address of the first local rank's ``PlannerMap``; others follow every ``region_stride`` bytes.
             first_rank: rank of the first local rank.
-            local_ranks: ranks that this launch plans for: 1, or all P virtual ranks of a device.
+            local_ranks: ranks that this launch plans for: those of this device.
             transfer_cost, penalty, block_ns, replica_ns, plan_ns, hidden_permille: ``PlanOptions``.
             budget_ns: bound of each wait, nanoseconds.
             stream: CUDA stream.

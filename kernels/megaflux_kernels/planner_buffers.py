@@ -185,7 +185,7 @@ def launch_planner(
     """Plan and route one batch of the local ranks: one launch on the current stream, nothing is waited for.
 
     Args:
-        ranks: this rank's buffers, or those of all virtual ranks of a device in order.
+        ranks: buffers of the ranks that this process holds, consecutive ones in order.
         topk_ids: int32 [local, M, k], logical expert ids, M at most ``max_tokens``; on the device, contiguous. The ids
             of a token are distinct and in range: routers give such ids, and the device does not check.
         num_tokens: int32 [local], tokens of each rank that are routed, 0 to M.
@@ -221,8 +221,10 @@ def launch_planner(
             raise ShapeError("totals", f"on {totals.device}", f"on {device}")
     bases = [rank.memory.buffer.data_ptr() for rank in ranks]
     stride = bases[1] - bases[0] if local > 1 else 0
-    if bases != [bases[0] + i * stride for i in range(local)] or local not in (1, search.num_ranks):
-        raise ShapeError("ranks", local, f"one rank, or all {search.num_ranks} virtual ranks of one device in order")
+    numbers = [rank.rank for rank in ranks]
+    evenly = bases == [bases[0] + i * stride for i in range(local)]
+    if not evenly or numbers != list(range(first.rank, first.rank + local)):
+        raise ShapeError("ranks", numbers, "consecutive ranks whose memory is equally far apart")
     first.compiled(
         Int64(topk_ids.data_ptr()),
         Int64(4 * topk_ids.stride(0)),

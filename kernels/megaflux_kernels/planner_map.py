@@ -1,8 +1,7 @@
 """Memory map of the planner: what it keeps on each rank, how large, and where. No DSL, no torch.
 
 All regions lie in one symmetric allocation a rank, at the same offsets everywhere; peers write only ``counts_flags``
-and
-``counts``. Rank r of a launch over several *virtual ranks* is slice r of one allocation.
+and ``counts``. The local ranks of a launch are slices of one allocation, equally far apart.
 """
 
 from __future__ import annotations

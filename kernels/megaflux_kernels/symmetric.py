@@ -1,4 +1,8 @@
-"""One allocation of the same size on every rank, mapped by all of them: real ranks, or virtual ones on one device."""
+"""One allocation of the same size for every rank, mapped by all ranks, which may share devices.
+
+A process has one device and holds the *local ranks*: one, or several *virtual ranks* whose allocations are slices of
+one. Decides how ranks are spread over processes: evenly and in order.
+"""
 
 from __future__ import annotations
 
@@ -34,51 +38,72 @@ class SymmetricMemory:
         return len(self.addresses)
 
     @classmethod
-    def rendezvous(cls, num_bytes: int, group: dist.ProcessGroup) -> SymmetricMemory:
-        """Allocate on every rank of ``group``, one device a rank; collective, ends with a barrier.
+    def allocate(
+        cls, num_bytes: int, num_ranks: int, group: dist.ProcessGroup | None = None, device: str = "cuda"
+    ) -> list[SymmetricMemory]:
+        """Allocate for the local ranks; collective, and with several processes it ends with a barrier.
 
         Args:
-            num_bytes: size on every rank; must be equal.
-            group: NCCL process group.
+            num_bytes: size for each rank; must be equal in every process.
+            num_ranks: P, 1 to 127.
+            group: NCCL group of the processes, one device each; None if this one holds all ranks.
+            device: torch device, the current one where there are several processes.
+
+        Returns:
+            One a local rank, in order: slices of one allocation, equally far apart.
 
         Raises:
-            ShapeError: sizes differ between ranks, or a peer's device cannot be reached by direct loads and stores.
+            ShapeError: P is out of range or no multiple of the processes, sizes differ between processes, or a peer's
+                device cannot be reached by direct loads and stores.
         """
-        import torch.distributed._symmetric_memory as symmetric
-
-        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        device = torch.device("cuda", torch.cuda.current_device())
-        facts: list[tuple[int, int]] = [(0, 0)] * num_ranks
-        dist.all_gather_object(facts, (num_bytes, device.index), group=group)
-        if any(size != num_bytes for size, _ in facts):
-            raise ShapeError("num_bytes", [size for size, _ in facts], f"the same on every rank, here {num_bytes}")
-        visible = range(torch.cuda.device_count())
-        for peer, (_, index) in enumerate(facts):
-            unreachable = index in visible and not torch.cuda.can_device_access_peer(device.index, index)
-            if index != device.index and unreachable:
-                raise ShapeError("group", f"rank {peer} on cuda:{index}", f"devices that cuda:{device.index} can reach")
-        buffer = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-        handle = symmetric.rendezvous(buffer, group)
-        buffer.zero_()
-        torch.cuda.synchronize(device)
-        dist.barrier(group)
-        return cls(rank, buffer, [int(pointer) for pointer in handle.buffer_ptrs])
-
-    @classmethod
-    def virtual(cls, num_bytes: int, num_ranks: int, device: str = "cuda") -> list[SymmetricMemory]:
-        """Virtual ranks: ``num_ranks`` slices of one allocation on one device, equally far apart.
-
-        Args:
-            num_bytes: size of each rank's slice.
-            num_ranks: P, 1 to 127.
-            device: torch device.
-        """
-        if not 1 <= num_ranks <= MAX_RANKS:
-            raise ShapeError("num_ranks", num_ranks, f"1 to {MAX_RANKS}")
+        local = local_ranks(num_ranks, group)
         stride = -(-num_bytes // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
-        whole = torch.zeros(num_ranks * stride, dtype=torch.uint8, device=device)
-        addresses = [whole.data_ptr() + rank * stride for rank in range(num_ranks)]
-        return [cls(rank, whole[rank * stride :][:num_bytes], addresses) for rank in range(num_ranks)]
+        if group is None or len(local) == num_ranks:
+            whole = torch.zeros(num_ranks * stride, dtype=torch.uint8, device=device)
+            bases = [whole.data_ptr()]
+        else:
+            whole, bases = _rendezvous(len(local) * stride, group)
+        addresses = [base + index * stride for base in bases for index in range(len(local))]
+        return [cls(rank, whole[index * stride :][:num_bytes], addresses) for index, rank in enumerate(local)]
 
 
-__all__ = ["SymmetricMemory"]
+def local_ranks(num_ranks: int, group: dist.ProcessGroup | None = None) -> range:
+    """The ranks of P that this process of a group holds: P/N consecutive ones, or all without a group.
+
+    Raises:
+        ShapeError: P is out of range or no multiple of the N processes.
+    """
+    if not 1 <= num_ranks <= MAX_RANKS:
+        raise ShapeError("num_ranks", num_ranks, f"1 to {MAX_RANKS}")
+    if group is None:
+        return range(num_ranks)
+    processes, index = dist.get_world_size(group), dist.get_rank(group)
+    if num_ranks % processes:
+        raise ShapeError("num_ranks", num_ranks, f"a multiple of the {processes} processes")
+    share = num_ranks // processes
+    return range(index * share, (index + 1) * share)
+
+
+def _rendezvous(num_bytes: int, group: dist.ProcessGroup) -> tuple[Tensor, list[int]]:
+    """(uint8 [num_bytes] of this process, zeroed; base address of every process's allocation as this one maps it)."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    facts: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size(group)
+    dist.all_gather_object(facts, (num_bytes, device.index), group=group)
+    if any(size != num_bytes for size, _ in facts):
+        raise ShapeError("num_bytes", [size for size, _ in facts], f"the same in every process, here {num_bytes}")
+    visible = range(torch.cuda.device_count())
+    for peer, (_, index) in enumerate(facts):
+        unreachable = index in visible and not torch.cuda.can_device_access_peer(device.index, index)
+        if index != device.index and unreachable:
+            raise ShapeError("group", f"process {peer} on cuda:{index}", f"devices that cuda:{device.index} can reach")
+    buffer = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(buffer, group)
+    buffer.zero_()
+    torch.cuda.synchronize(device)
+    dist.barrier(group)
+    return buffer, [int(pointer) for pointer in handle.buffer_ptrs]
+
+
+__all__ = ["SymmetricMemory", "local_ranks"]

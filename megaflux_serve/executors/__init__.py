@@ -29,7 +29,8 @@ def select_executor(
     Args:
         config: options.
         num_ranks: P.
-        group: the expert-parallel group of P processes, or None when this process holds every rank.
+        group: the expert-parallel group of P processes, with the megakernel also of N that hold P/N ranks each, or None
+            when this process holds every rank.
         device: of the tensors that the group's backend sends.
 
     Raises:

@@ -5,9 +5,9 @@ row buffers, since they run one after another; each layer has home weights and a
 and the replica slots that it is given.
 Nothing is synchronised with the host, and a batch can be captured into a CUDA graph after one that was not.
 
-A rank is a process with a GPU of its own, or a *virtual rank*: all P ranks share the current GPU, each with its share
-of the SMs, which tests what P GPUs would do. CUDA_DEVICE_MAX_CONNECTIONS must then exceed P, since a launch that waits
-must not stand before one that it waits for.
+A rank is a process with a GPU of its own, or a *virtual rank*: several ranks, or all, share the GPU of a process, each
+with its share of the SMs, which tests what P GPUs would do. CUDA_DEVICE_MAX_CONNECTIONS must then exceed the ranks of a
+GPU, since a launch that waits must not stand before one that it waits for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megaflux_kernels.forward_map import ForwardMap, WeightMap
 from megaflux_kernels.layout import STALE, Header
 from megaflux_kernels.planner_buffers import LaunchOptions, PlannerBuffers, WorkTables, launch_planner
 from megaflux_kernels.planner_map import PlannerMap
-from megaflux_kernels.symmetric import SymmetricMemory
+from megaflux_kernels.symmetric import SymmetricMemory, local_ranks
 from megaflux_kernels.sync.record import RECORD_WORDS, failed_wait
 from megaflux_kernels.totals_map import Total
 from megaflux_kernels.worklist import BLOCK_ROWS, LayerShape
@@ -47,7 +47,7 @@ class MegakernelExecutor(DeviceExecutor):
 
     Args:
         num_ranks: P.
-        group: the NCCL group of P processes, or None for P virtual ranks.
+        group: the NCCL group of N processes with a GPU each, which hold P/N ranks each; None: this one holds all.
         max_tokens: rows of the largest batch of a rank.
         timeout_s: the longest wait for a peer, in seconds. It covers what a slow peer may do between two layers.
     """
@@ -58,7 +58,8 @@ class MegakernelExecutor(DeviceExecutor):
         self, num_ranks: int, group: dist.ProcessGroup | None = None, max_tokens: int = 8192, timeout_s: float = 60.0
     ) -> None:
         self.num_ranks, self.group, self.max_tokens, self.timeout_s = num_ranks, group, max_tokens, timeout_s
-        self.local_ranks = range(num_ranks) if group is None else (dist.get_rank(group),)
+        with kernel_limits():
+            self.local_ranks = local_ranks(num_ranks, group)
         self._shared: dict[tuple[LayerShape, SlotLayout], SharedBuffers] = {}
         self._awaited: dict[int, WeightPool] = {}  # by address: pools whose layer is not made yet
         self._weight_bytes = 0
@@ -124,9 +125,7 @@ class MegakernelExecutor(DeviceExecutor):
 
     def allocate(self, num_bytes: int) -> list[SymmetricMemory]:
         """Symmetric memory of the local ranks; collective."""
-        if self.group is None:
-            return SymmetricMemory.virtual(num_bytes, self.num_ranks)
-        return [SymmetricMemory.rendezvous(num_bytes, self.group)]
+        return SymmetricMemory.allocate(num_bytes, self.num_ranks, self.group)
 
     def shared(self, shape: LayerShape, layout: SlotLayout) -> SharedBuffers:
         """What layers of one shape share, allocated with the first of them; collective then."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from megaflux_kernels.worklist import LayerShape
 from torch import Tensor
 
 from megaflux_serve.config import MegaFluxConfig
@@ -34,6 +35,11 @@ class DeviceCase:
     intermediate: int
     top_k: int
     max_tokens: int
+
+    def shape(self, num_slots: int) -> LayerShape:
+        """What the kernels are compiled for, with this many replica slots."""
+        widths = (self.hidden, self.intermediate, self.top_k, self.max_tokens)
+        return LayerShape(self.num_ranks, self.num_experts, num_slots, *widths)
 
     def weights(self, expert: int) -> tuple[Tensor, Tensor]:
         """(w13 BF16 [2I, H], w2 BF16 [H, I])."""
@@ -94,6 +100,13 @@ class DeviceCase:
         ]
 
 
+EIGHT_RANKS = {
+    "eight ranks, top-8": DeviceCase(32, 8, 2, 1024, 768, 8, 700),
+    "eight ranks, the paper's widths": DeviceCase(64, 8, 2, 7168, 2048, 8, 300),
+}
+"""On one to eight GPUs, which then hold several ranks each."""
+
+
 def assert_same_bits(left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
     """BF16 tensors that are equal bit for bit and hold no NaN."""
     for a, b in zip(left, right, strict=True):
@@ -102,4 +115,4 @@ def assert_same_bits(left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
         assert len(different) == 0, f"{len(different)} of {a.numel()} values differ, first at {different[0].tolist()}"
 
 
-__all__ = ["LIMIT", "DeviceCase", "assert_same_bits"]
+__all__ = ["EIGHT_RANKS", "LIMIT", "DeviceCase", "assert_same_bits"]

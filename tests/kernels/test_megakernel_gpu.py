@@ -1,6 +1,6 @@
 """The whole layer on a GPU, planned on the device: against float64, fixed placement and the reference planner.
 
-All P ranks are virtual ranks of one GPU; ``test_megakernel_two_gpus.py`` runs one rank a process.
+All P ranks are virtual ranks of one GPU; ``test_megakernel_real_ranks.py`` runs several processes.
 """
 
 from __future__ import annotations
