@@ -1,10 +1,10 @@
-"""vLLM on two GPUs: agreement with stock vLLM, decode, prefill latency, a soak and a load over HTTP, in one run.
+"""vLLM on two or more GPUs: agreement with stock vLLM, decode, prefill latency, a soak, a load over HTTP, in one run.
 
 Engines start side by side (``--together`` at a time) and are measured in turns; ``docs/serving-benchmarks.md`` says
 what is measured. Every case is written to its result file as soon as it is done, so a run that is cut short keeps the
 rest; with ``--deadline-s`` it ends by itself.
 
-    python -m benchmarks.bench_serving --out DIR                                    on two GPUs
+    python -m benchmarks.bench_serving --out DIR --ranks 2                            on two GPUs
     python -m benchmarks.bench_serving --out DIR --cpu --backends stock fixed sticky  dry run on a CPU
 """
 
@@ -26,7 +26,7 @@ from types import FrameType
 from benchmarks.cases import GPT_OSS
 from benchmarks.harness import ResultRow, RunContext, cpu_name, print_table, read_results, write_results
 from benchmarks.serving import agreement, load, rollout, soak
-from benchmarks.serving.backends import BACKENDS, HANDS_OVER, NUM_RANKS, Sizes, engine_spec
+from benchmarks.serving.backends import BACKENDS, HANDS_OVER, Sizes, engine_spec
 from benchmarks.serving.decode import DecodeSamples
 from benchmarks.serving.fleet import Fleet, Member, TimeLimits, running
 from benchmarks.serving.models import MODELS, ServedModel
@@ -63,8 +63,9 @@ class Run:
             max_requests=max(options.running),
             is_compiled=options.compile,
             is_cpu=options.cpu,
+            num_ranks=options.ranks,
         )
-        device = cpu_name() if options.cpu else _gpu_name()
+        device = cpu_name() if options.cpu else f"{options.ranks} x {_gpu_name()}"
         self.context = RunContext.current(device, "torch", "vllm", "numpy")
         self.rows: dict[str, dict[str, list[ResultRow]]] = {}
 
@@ -77,7 +78,7 @@ class Run:
         """
         options = self.options
         checkpoint = model.write(folder)
-        prefill = PrefillSamples(model, options.prompt_tokens)
+        prefill = PrefillSamples(model, options.prompt_tokens, options.ranks)
         tables = threading.Thread(target=prefill.prepare, args=(options.routings, folder))
         if "prefill" in options.parts:
             tables.start()  # while engines start
@@ -154,7 +155,7 @@ class Run:
         options = self.options
         output = (options.output_tokens // 2, 2 * options.output_tokens)
         samples = rollout.RolloutSamples(
-            model, NUM_RANKS * self.sizes.max_requests, options.decode_prompt_tokens, output
+            model, self.sizes.num_ranks * self.sizes.max_requests, options.decode_prompt_tokens, output
         )
         samples.measure(fleet, options.rollout_seconds)
         samples.check_store(store)
@@ -177,7 +178,7 @@ class Run:
 
     def _keep(self, model: ServedModel, bench: str, rows: Iterable[ResultRow]) -> None:
         """Put the rows of a model in place of those that it had, and write the file."""
-        mode = {"compiled": self.sizes.is_compiled}
+        mode = {"compiled": self.sizes.is_compiled, "ranks": self.sizes.num_ranks}
         kept = [dataclasses.replace(row, case={**row.case, **mode}) for row in rows]
         if kept:
             self.rows.setdefault(bench, {})[model.name] = kept
@@ -206,13 +207,13 @@ def _groups(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
 
 
 def _gpu_name() -> str:
-    """The GPUs, asked of the driver: this process must not hold a context on them."""
+    """The first GPU, asked of the driver: this process must not hold a context on it."""
     import pynvml
 
     pynvml.nvmlInit()
     name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
     pynvml.nvmlShutdown()
-    return f"{NUM_RANKS} x {name}"
+    return str(name)
 
 
 def main() -> None:
@@ -246,6 +247,7 @@ def parse_options() -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for results and logs")
     add("--models", nargs="+", choices=MODELS)
+    add("--ranks", type=int, default=2, help="GPUs, one a rank")
     add("--layers", type=int, help="instead of the model's number of layers")
     add("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     add("--together", type=int, default=len(BACKENDS), help="engines at the same time")

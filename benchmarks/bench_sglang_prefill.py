@@ -80,7 +80,7 @@ def server_spec(backend: str, index: int, model: ServedModel, options: argparse.
         flags += () if options.cpu else ("--moe-runner-backend", "triton")
     else:
         flags += MEGAFLUX
-        ours = megaflux_options(backend, model) | (
+        ours = megaflux_options(backend, model, 2) | (
             {"block_rows": 16} if options.cpu else {"executor": "megakernel", "timeout_s": 20}
         )
     folder = work / f"{model.name}-{backend}"

@@ -18,7 +18,6 @@ from typing import Any
 
 from benchmarks.serving.models import ServedModel
 
-NUM_RANKS = 2
 BACKENDS = ("stock", "stock-tp", "fixed", "staged", "pipelined", "sticky")
 
 ENVIRONMENT = {
@@ -59,7 +58,7 @@ class EngineSpec:
     name: str
     arguments: dict[str, Any]
     log: Path
-    ranks: int = NUM_RANKS
+    ranks: int = 1
     environment: dict[str, str] = field(default_factory=lambda: dict(ENVIRONMENT))
 
 
@@ -74,6 +73,7 @@ class Sizes:
         is_compiled: vLLM's default mode, with torch.compile, which makes a start half a minute longer. Otherwise layers
             run as vLLM's eager mode runs them, and batches of decode in CUDA graphs all the same.
         is_cpu: dry run on a CPU with float32, where our layer is the staged executor of processes.
+        num_ranks: processes with a GPU each, over which data and experts, or tensors, are spread.
     """
 
     max_batch_tokens: int = 32768
@@ -81,6 +81,7 @@ class Sizes:
     kv_cache_bytes: int = 2 << 30
     is_compiled: bool = False
     is_cpu: bool = False
+    num_ranks: int = 2
 
 
 def engine_spec(backend: str, model: ServedModel, folder: Path, logs: Path, sizes: Sizes) -> EngineSpec:
@@ -112,15 +113,15 @@ def engine_spec(backend: str, model: ServedModel, folder: Path, logs: Path, size
             "gpu_memory_utilization": 0.05,  # engines share the device; the line above decides
             "compilation_config": compilation(sizes),
         }
-    spread: dict[str, Any] = {"data_parallel_size": NUM_RANKS, "enable_expert_parallel": True}
+    spread: dict[str, Any] = {"data_parallel_size": sizes.num_ranks, "enable_expert_parallel": True}
     if backend.startswith("stock"):
         # Stock vLLM cannot spread experts over CPU processes.
         one_process: dict[str, Any] = {}
         arguments = one_process if sizes.is_cpu else spread
         if backend == "stock-tp":
-            arguments = {"tensor_parallel_size": NUM_RANKS}
+            arguments = {"tensor_parallel_size": sizes.num_ranks}
     else:
-        options = megaflux_options(backend, model) | megaflux_limits(backend, sizes)
+        options = megaflux_options(backend, model, sizes.num_ranks) | megaflux_limits(backend, sizes)
         arguments = spread | {"moe_backend": "megaflux", "additional_config": {"megaflux": options}}
     environment = ENVIRONMENT | (CPU_ENVIRONMENT if sizes.is_cpu else {})
     ranks = int(arguments.get("data_parallel_size", 1))
@@ -133,11 +134,11 @@ def compilation(sizes: Sizes) -> dict[str, Any]:
     return captured if sizes.is_compiled else captured | {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
-def megaflux_options(backend: str, model: ServedModel) -> dict[str, Any]:
+def megaflux_options(backend: str, model: ServedModel, num_ranks: int) -> dict[str, Any]:
     """Our options by variant; a replica slot for every four home experts, the paper's spare capacity."""
     if backend == "fixed":
         return {"replica_slots": 0}
-    options: dict[str, Any] = {"replica_slots": model.experts // NUM_RANKS // 4, "sticky": backend == "sticky"}
+    options: dict[str, Any] = {"replica_slots": model.experts // num_ranks // 4, "sticky": backend == "sticky"}
     return options | ({"transfer": "staged"} if backend == "staged" else {})
 
 

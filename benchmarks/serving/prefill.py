@@ -45,6 +45,7 @@ class PrefillSamples:
     Attributes:
         model: served.
         prompt_tokens: of every request.
+        num_ranks: over which experts are spread.
         tables: by routing, as ``prepare`` made them.
         seconds: the samples.
         skew: max/mean rank load of fixed placement by case.
@@ -52,6 +53,7 @@ class PrefillSamples:
 
     model: ServedModel
     prompt_tokens: int
+    num_ranks: int = 2
     tables: dict[str, tuple[RouteTable, Path]] = field(default_factory=dict)
     seconds: dict[PrefillCase, dict[str, list[float]]] = field(default_factory=dict)
     skew: dict[PrefillCase, float] = field(default_factory=dict)
@@ -84,7 +86,7 @@ class PrefillSamples:
                 fleet.each("call_workers", "benchmark_force_routes", str(path), False)
                 forced = case.routing
             prompts = trace_prompts(self.model, case.batch, self.prompt_tokens)
-            self.skew[case] = max_over_mean(table, prompts, self.model.experts, num_ranks=2)
+            self.skew[case] = max_over_mean(table, prompts, self.model.experts, self.num_ranks)
             samples = self.seconds.setdefault(case, {})
             for _ in range(repeats):
                 for backend, seconds in fleet.each("batch_seconds", prompts, 1, case.chunk).items():

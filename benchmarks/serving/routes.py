@@ -9,7 +9,8 @@ The trace is cut into windows of ``cases.EVENT_TOKENS`` tokens. A window's histo
 expert), scaled to top-k, and realised exactly. A model's layers take the trace's layers at even distances.
 
 * ``real``: experts in an order drawn once a layer, as they fall on homes.
-* ``real-hot-rank``: the same histograms with the hottest half of a layer's experts on rank 0: the worst placement.
+* ``real-hot-rank``: the same histograms with a layer's hottest experts on rank 0, the next on rank 1, and so on: the
+  worst placement.
 * ``balanced``: all experts alike.
 """
 

@@ -82,15 +82,20 @@ def test_prompts_take_the_windows_in_turn_and_fit_them() -> None:
 @pytest.mark.parametrize("model", MODELS.values(), ids=lambda model: model.name)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_options_of_every_backend_are_valid_for_every_model(backend: str, model: ServedModel, tmp_path) -> None:
-    for is_cpu in (False, True):
-        arguments = engine_spec(backend, model, tmp_path, tmp_path, Sizes(is_cpu=is_cpu)).arguments
+    for is_cpu, num_ranks in ((False, 2), (True, 2), (False, 8)):
+        sizes = Sizes(is_cpu=is_cpu, num_ranks=num_ranks)
+        spec = engine_spec(backend, model, tmp_path, tmp_path, sizes)
+        arguments = spec.arguments
+        if not is_cpu:
+            assert spec.ranks == (1 if backend == "stock-tp" else num_ranks)
         if backend.startswith("stock"):
             assert "moe_backend" not in arguments
         else:
             options = MegaFluxConfig.parse(arguments["additional_config"]["megaflux"])
-            assert options.slot_layout(model.experts, 2).num_replica_slots == options.replica_slots
-            assert (options.replica_slots == 0) == (backend == "fixed")
-    assert megaflux_options("staged", model) == megaflux_options("pipelined", model) | {"transfer": "staged"}
+            assert options.slot_layout(model.experts, num_ranks).num_replica_slots == options.replica_slots
+            assert options.replica_slots == (0 if backend == "fixed" else model.experts // num_ranks // 4)
+    staged, pipelined = (megaflux_options(variant, model, 2) for variant in ("staged", "pipelined"))
+    assert staged == pipelined | {"transfer": "staged"}
 
 
 def test_a_control_is_measured_in_one_case() -> None:
