@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.harness import documents
 from benchmarks.harness.documents import provenance, rows, table, value
 from megaflux_serve.durable import write_atomically
 from megaflux_serve.metrics.catalogue import CATALOGUE, Kind, Metric, Source
@@ -86,7 +87,9 @@ option `min_tokens` leaves to the engine's own kernels do not.
 
 On the GPU no launch is added: the planner's free block adds E + 2 P + some 30 words, and the combine's last block
 stores one. That the words are right was tested on an H200 (`benchmarks/gpu_metrics.sh totals`). What they add to a
-layer's time has not been measured yet: `benchmarks/gpu_metrics.sh overhead` is ready for it.
+layer's time, with reports four times as often as a server's (`benchmarks/gpu_metrics.sh overhead`):
+
+LAYER_COSTS
 
 On the host, in processor time: a worker reports once a second, the front end answers as often as Prometheus asks, and
 only the executors that plan on the host add batches there.
@@ -134,7 +137,24 @@ def page() -> str:
         for metric in CATALOGUE
         if metric.kind is Kind.HISTOGRAM
     ]
-    return "".join([*parts, "\nBuckets of the histograms:\n\n", *buckets, TAIL.replace("HOST_COSTS\n", host_costs())])
+    tail = TAIL.replace("LAYER_COSTS\n", layer_costs()).replace("HOST_COSTS\n", host_costs())
+    return "".join([*parts, "\nBuckets of the histograms:\n\n", *buckets, tail])
+
+
+def layer_costs() -> str:
+    """What ``bench_metrics_overhead`` measured on GPUs."""
+    bench = "metrics_overhead"
+    if not (documents.RESULTS / f"{bench}.json").exists():
+        return "Not measured yet.\n"
+    lines = []
+    for row in rows(bench, "overhead_pct"):
+        case = row["case"]
+        error = value(bench, "overhead_error_pct", **case)
+        without = value(bench, "latency_ms", variant="without", **case)
+        cells = [LAUNCHES[case["mode"]], f"{case['tokens_per_rank']:,}", f"{without:.3f}"]
+        lines.append([*cells, f"{row['value']:+.2f} % ± {error:.2f}"])
+    head = ["launches", "tokens a rank", "a layer without metrics, ms", "with metrics, 95 % interval"]
+    return table(head, lines) + provenance(bench)
 
 
 def host_costs() -> str:
@@ -149,6 +169,7 @@ def host_costs() -> str:
     return table(head, lines) + provenance("metrics_host")
 
 
+LAUNCHES = {"graph": "one captured graph", "eager": "one by one"}
 FORMS = ("{:.0f}", "{:.2f}", "{:.0f}", "{:.0f}")
 
 
