@@ -1,8 +1,9 @@
-"""Tables of the serving results for README.md and docs/serving-benchmarks.md; see ``figures``."""
+"""Tables of the serving results for README.md, docs/serving-benchmarks.md and docs/sglang.md; see ``figures``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from benchmarks.harness.documents import Row, provenance, results, rows, table, value
@@ -29,9 +30,9 @@ AGREEMENT = {
 PREFILL_KEYS = ("model", "routing", "batch", "chunk")
 
 
-def prefill() -> str:
+def prefill(bench: str = "prefill_latency") -> str:
     """Time until every request has a token, in every case, by backend, and the two ratios that matter."""
-    measured = rows("prefill_latency", "latency_ms")
+    measured = rows(bench, "latency_ms")
     backends = [name for name in BACKENDS if any(row["case"]["backend"] == name for row in measured)]
     lines = []
     for case in prefill_cases(measured):
@@ -44,14 +45,14 @@ def prefill() -> str:
                 MODELS[case["model"]],
                 ROUTING_NAMES[case["routing"]],
                 f"{case['batch']} x {case['chunk'] // 1024}K",
-                f"{value('prefill_latency', 'fixed_max_over_mean', **case):.2f}",
+                f"{value(bench, 'fixed_max_over_mean', **case):.2f}",
                 *(f"{latency[name]:.0f}" if name in latency else "" for name in backends),
                 f"{latency['fixed'] / best:.2f}x" if best and "fixed" in latency else "",
                 f"{min(stock) / best:.2f}x" if best and stock else "",
             ]
         )
     header = ["model", "routing", "requests x budget", "max/mean", *backends, "over fixed", "over stock"]
-    return table(header, lines) + provenance("prefill_latency")
+    return table(header, lines) + provenance(bench)
 
 
 def prefill_cases(measured: list[Row]) -> list[dict[str, Any]]:
@@ -125,6 +126,7 @@ def load() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "prefill": prefill,
+    "sglang_prefill": partial(prefill, "sglang_prefill"),
     "decode": decode,
     "agreement": agreement,
     "bf16_noise": bf16_noise,
