@@ -1,0 +1,62 @@
+"""Tables of the results of rollout capture for docs/capture.md; see ``figures``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.harness.documents import cell, provenance, rows, table, value
+
+STORES = {
+    "store": "the store",
+    "store, bodies not read": "the same, sealed without reading bodies",
+    "arrow ipc": "Arrow IPC, zstd",
+    "parquet": "Parquet, zstd",
+    "safetensors": "safetensors",
+    "npz": "`.npz`, deflate",
+}
+STORE_COLUMNS = {
+    "bytes a token": ("{:.1f}", "bytes_per_token"),
+    "write GB/s": ("{:.2f}", "write_gbps"),
+    "read GB/s": ("{:.2f}", "read_gbps"),
+    "ms to seal": ("{:,.0f}", "seal_ms"),
+}
+ROLLOUTS = {
+    "stock-routes over stock": "vLLM's own flag",
+    "stock-capture over stock": "the option `capture`",
+    "stock-capture over stock-routes": "the option beside the flag: our part",
+}
+
+
+def stores() -> str:
+    """Size and rates of the store and of other forms, for one window."""
+    lines = [
+        [name, *(cell(form, "capture", metric, variant=variant) for form, metric in STORE_COLUMNS.values())]
+        for variant, name in STORES.items()
+    ]
+    return table(["", *STORE_COLUMNS], lines) + provenance("capture")
+
+
+def recording() -> str:
+    """What a finished trajectory takes from the thread that records it, or from the one that hands it on."""
+    lines = [
+        ["appended: checked, counted, compressed", "append_ms", "store"],
+        ["recorded by a front end that computes in Python all the time", "front_end_ms", "store, by the front end"],
+        ["handed by it to a thread", "front_end_ms", "store, by a thread"],
+    ]
+    shown = [[name, f"{value('capture', metric, variant=variant):.2f}"] for name, metric, variant in lines]
+    return table(["a trajectory of 8,192 tokens", "ms"], shown) + provenance("capture")
+
+
+def rollouts() -> str:
+    """What capture costs the throughput of rollouts, beside how far rounds of stock vLLM lie apart."""
+    bench = "capture_rollout"
+    lines = [
+        [name, f"{value(bench, 'rollout_overhead_pct', variant=pair):+.2f} %"]
+        for pair, name in ROLLOUTS.items()
+        if rows(bench, "rollout_overhead_pct", variant=pair)
+    ]
+    lines.append(["spread of stock vLLM's rounds", f"{value(bench, 'rollout_noise_pct', variant='stock'):.2f} %"])
+    return table(["", "time of a round"], lines) + provenance(bench)
+
+
+TABLES: dict[str, Callable[[], str]] = {"stores": stores, "recording": recording, "rollouts": rollouts}
