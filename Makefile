@@ -7,10 +7,10 @@ SGLANG ?= 0.5.17
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install prometheus demo serve test check test-fast test-engine test-vllm test-sglang bench-cpu clean
+.PHONY: help install prometheus demo serve test check test-fast test-engine test-vllm test-sglang bench-cpu bench-ep8 clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 16
 
 install:  ## Create the environment: vLLM for CPU, this project and its development tools
 	@$(PYTHON) scripts/install_cpu_env.py $(VENV)
@@ -50,6 +50,9 @@ test-sglang: install  ## The tests against real SGLang servers, in an environmen
 bench-cpu: install  ## The benchmarks that need no GPU; results go to benchmarks/results
 	@for name in planner_cpu routepack_placement routepack_schedule routepack_optimum routepack_beyond capture metrics_host; do \
 	  $(BIN)/python -m benchmarks.bench_$$name || exit 1; done
+
+bench-ep8:  ## Eight ranks on one to eight Hopper GPUs, in parts; those asked for: make bench-ep8 PARTS="compile quick"
+	@benchmarks/gpu_ep8.sh $(PARTS)
 
 clean:  ## Remove the environment and everything the commands above wrote
 	@rm -rf $(VENV) .venv-vllm-* .venv-sglang-* out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -28,6 +28,7 @@ import argparse
 import gc
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
@@ -134,10 +135,12 @@ def make_batches(point: Point, local_ranks: Sequence[int]) -> list[RoutingBatch]
 
 def digest(outputs: Sequence[Tensor]) -> list[int]:
     """A 64-bit hash of the bits of every output: a sum with random weights, of columns and then of rows."""
-    generator, hashes = torch.Generator("cuda").manual_seed(1), []
+    hashes = []
     for output in outputs:
+        generator = torch.Generator(output.device).manual_seed(1)
         columns, rows = (
-            torch.randint(1 << 62, (n,), generator=generator, device="cuda") * 2 + 1 for n in reversed(output.shape)
+            torch.randint(1 << 62, (n,), generator=generator, device=output.device) * 2 + 1
+            for n in reversed(output.shape)
         )
         parts = zip(output.view(torch.int16).split(4096), rows.split(4096), strict=True)
         sums = [((part.long() * columns).sum(1) * scales).sum() for part, scales in parts]
@@ -180,7 +183,8 @@ class Run:
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.rows = options, []
+        self.options, self.measured = options, []
+        self.left: Counter[tuple[int, int, str]] = Counter()
         self.gpus, self.local = dist.get_world_size(), local_ranks(RANKS, dist.group.WORLD)
         self.case = {"shape": f"{HIDDEN}x{INTERMEDIATE}", **spread(self.gpus)}
 
@@ -251,16 +255,22 @@ class Run:
 
     def leave_out(self, left: list[Point], reason: str) -> None:
         """Say that points of one batch size are not measured."""
-        case = {**self.case, "experts": left[0].experts, "tokens_per_rank": left[0].tokens}
-        case |= {"process": self.options.process, "reason": reason}
-        self.rows.append(ResultRow(BENCH, case, "left_out_points", len(left), "1"))
+        self.left[left[0].experts, left[0].tokens, reason] += len(left)
         say(f"LEFT OUT E {left[0].experts}, {left[0].tokens} tokens a rank, {len(left)} points: {reason}")
 
     def add(self, point: Point, variant: str, metric: str, value: float, unit: str) -> None:
         """One row."""
         case = {**self.case, "experts": point.experts, "tokens_per_rank": point.tokens, "routing": point.routing}
         case |= {"realisation": point.seed, "process": self.options.process, "variant": variant}
-        self.rows.append(ResultRow(BENCH, case, metric, value, unit))
+        self.measured.append(ResultRow(BENCH, case, metric, value, unit))
+
+    def rows(self) -> list[ResultRow]:
+        """What was measured, and how many points were not."""
+        rows = list(self.measured)
+        for (experts, tokens, reason), count in self.left.items():
+            case = {**self.case, "experts": experts, "tokens_per_rank": tokens, "process": self.options.process}
+            rows.append(ResultRow(BENCH, case | {"reason": reason}, "left_out_points", count, "1"))
+        return rows
 
 
 def free_memory() -> None:
@@ -298,9 +308,9 @@ def main() -> None:
     for index, experts in enumerate(options.experts):
         run.measure(experts, (options.seconds - elapsed()) / (len(options.experts) - index))
         free_memory()
-        save(options.out, run.rows)
+        save(options.out, run.rows())
     if dist.get_rank() == 0:
-        print_table([row for row in run.rows if row.metric == "latency_ms"], BENCH)
+        print_table([row for row in run.measured if row.metric == "latency_ms"], BENCH)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -155,26 +155,6 @@ def gains(case: dict[str, Any]) -> list[str]:
     return [*cells, cell("{:.2f}x", "layer_forward", "speedup_over_fixed", **sustained) if clocked else "-"]
 
 
-def emulated() -> str:
-    """Eight virtual ranks: gain of pipelined over fixed by routing, the ideal in brackets."""
-    held = rows("layer_emulated", "speedup_over_fixed", variant="pipelined")
-    names, experts, sizes = (
-        list(dict.fromkeys(row["case"][key] for row in held)) for key in ("routing", "experts", "tokens_per_rank")
-    )
-    lines = []
-    for number in experts:
-        for size in sizes:
-            case = {"experts": number, "tokens_per_rank": size, "variant": "pipelined"}
-            cells = [
-                cell("{:.2f}", "layer_emulated", "speedup_over_fixed", routing=name, **case)
-                + cell(" ({:.2f})", "layer_emulated", "ideal_speedup", routing=name, **case)
-                for name in names
-            ]
-            lines.append([str(number), f"{size // 1024}K", *cells])
-    header = ["E", "tokens a rank", *(ROUTINGS.get(name, name) for name in names)]
-    return table(header, lines) + provenance("layer_emulated")
-
-
 def stress() -> str:
     """Many launches in a row on two GPUs."""
     names = {
@@ -196,6 +176,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "forward_peers": forward_peers,
     "forward_routings": routings,
     "forward_tokens": tokens,
-    "layer_emulated": emulated,
     "layer_stress": stress,
 }

@@ -74,15 +74,14 @@ class RunContext:
 
 
 def _commit() -> str:
-    """The commit of the checkout that holds this file.
-
-    Where the sources were copied without their history, ``MEGAFLUX_COMMIT`` names it; else ``unknown``.
-    """
+    """The commit of these sources: what ``MEGAFLUX_COMMIT`` says of a copy, else the checkout's, else ``unknown``."""
+    if "MEGAFLUX_COMMIT" in os.environ:
+        return os.environ["MEGAFLUX_COMMIT"]
     git = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (FileNotFoundError, subprocess.CalledProcessError):
-        return os.environ.get("MEGAFLUX_COMMIT", "unknown")
+        return "unknown"
 
 
 def cpu_name() -> str:
@@ -115,7 +114,7 @@ def write_results(path: Path, rows: Sequence[ResultRow], context: RunContext) ->
         records.append(
             {name: dict(values[name]) if isinstance(values[name], Mapping) else values[name] for name in KEYS}
         )
-    _write_records(path, records)
+    write_records(path, records)
 
 
 def merge_results(path: Path, parts: Sequence[Path]) -> None:
@@ -128,11 +127,15 @@ def merge_results(path: Path, parts: Sequence[Path]) -> None:
     Raises:
         ValueError: no rows, or the same case and metric twice.
     """
-    _write_records(path, [record for part in parts for record in read_results(part)])
+    write_records(path, [record for part in parts for record in read_results(part)])
 
 
-def _write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """One record a line; refuses an empty file and a case and metric that occur twice."""
+def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write records with the keys of ``KEYS``, one a line; the file appears whole or not at all.
+
+    Raises:
+        ValueError: no records, or the same case and metric twice.
+    """
     if not records:
         raise ValueError(f"{path.name}: there are no rows to write")
     seen: set[str] = set()

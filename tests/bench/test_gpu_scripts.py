@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = {
     "gpu_capture.sh": (),
+    "gpu_ep8.sh": ("compile", "correctness", "planner", "quick", "layer64_1", "layer256_2", "prefill", "report"),
     "gpu_layer_forward.sh": (),
     "gpu_metrics.sh": ("totals", "overhead"),
     "gpu_planner.sh": (),
@@ -64,8 +65,12 @@ def program_of(command: list[str]) -> tuple[Path | None, list[str]]:
 
 
 def options_of(program: Path) -> set[str]:
-    """Long options that a program's source declares."""
-    return set(re.findall(r"\badd(?:_argument)?\(\s*\"(--[a-z-]+)", program.read_text()))
+    """Long options that a program's source declares, or a module of the benchmarks that it imports."""
+    text = program.read_text()
+    modules = re.findall(r"^from benchmarks\.(\w+) import", text, re.MULTILINE)
+    imported = [path for name in modules if (path := ROOT / "benchmarks" / f"{name}.py").is_file()]
+    declared = re.compile(r"\badd(?:_argument)?\(\s*\"(--[a-z-]+)")
+    return {option for part in (text, *(path.read_text() for path in imported)) for option in declared.findall(part)}
 
 
 def test_every_script_is_run_here() -> None:

@@ -16,6 +16,10 @@ SHARED_MEMORY_BYTES = 227 * 1024
 CASES = {  # layer shape, options of the configuration
     "qwen3-30b-a3b, two ranks": ("(2, 128, 4, 2048, 768, 8, 8192)", ""),
     "deepseek-v3-e64, eight ranks, traced": ("(8, 64, 2, 7168, 2048, 8, 8192)", "trace=True"),
+    "E 64, eight ranks on one GPU": ("(8, 64, 2, 7168, 2048, 8, 8192)", "num_ctas=16, weight_ctas=2"),
+    "E 128, eight ranks on two GPUs": ("(8, 128, 4, 7168, 2048, 8, 16384)", "num_ctas=32, weight_ctas=4"),
+    "E 256, eight ranks on four GPUs": ("(8, 256, 8, 7168, 2048, 8, 32768)", "num_ctas=64, weight_ctas=8"),
+    "E 256, eight ranks": ("(8, 256, 8, 7168, 2048, 8, 65536)", ""),
     "clipped tiles, top-10, 72 ranks": ("(72, 504, 7, 2880, 320, 10, 1000)", ""),
 }
 PROGRAM = """
