@@ -21,7 +21,7 @@ from megaflux_kernels.layout import STALE  # noqa: E402
 
 from megaflux_serve.config import MegaFluxConfig  # noqa: E402
 from megaflux_serve.errors import CapacityError, PeerTimeoutError, UnsupportedError  # noqa: E402
-from megaflux_serve.executors import megakernel  # noqa: E402
+from megaflux_serve.executors import kernels  # noqa: E402
 from megaflux_serve.executors.megakernel import MegakernelExecutor  # noqa: E402
 from megaflux_serve.layer import LayerReport  # noqa: E402
 from megaflux_serve.planning.planner import plan_replicas  # noqa: E402
@@ -92,12 +92,12 @@ def test_streams_of_small_groups_and_a_short_lag_give_the_same_results(monkeypat
     config = MegaFluxConfig(replica_slots=case.num_slots, sticky=False, transfer=transfer)
     usual = case.layer(MegakernelExecutor(2, None, case.max_tokens, timeout_s=5), MegaFluxConfig(replica_slots=0))
 
-    def small_groups(*ranks_and_sms: int) -> megakernel.ForwardConfig:
+    def small_groups(*ranks_and_sms: int) -> kernels.ForwardConfig:
         chosen = shared_config(*ranks_and_sms)
         return replace(chosen, tiling=replace(chosen.tiling, group_blocks=group_blocks, lag=lag))
 
-    shared_config = megakernel.shared_config
-    monkeypatch.setattr(megakernel, "shared_config", small_groups)
+    shared_config = kernels.shared_config
+    monkeypatch.setattr(kernels, "shared_config", small_groups)
     layer = case.layer(MegakernelExecutor(2, None, case.max_tokens, timeout_s=5), config)
     for turn in range(6):
         batches = case.batches(turn)

@@ -127,7 +127,7 @@ def lose_a_peer(rank: int, case: DeviceCase, port: int, dies: bool) -> None:
     layer.forward_rank(batches[0])
     with pytest.raises(PeerTimeoutError) as caught:
         layer.on_device.last_plan()
-    assert time.monotonic() - begin < 1.5 * TIMEOUT_S
+    assert time.monotonic() - begin < 3 * TIMEOUT_S  # waits for what this rank has not brought last twice as long
     # Rank 0 has sent its counts and then given up: what the late rank misses is a flag of the forward kernel.
     phases = ("counts",) if rank == 0 else ("forward_start", "results")
     assert caught.value.rank == 1 - rank
