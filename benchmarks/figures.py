@@ -16,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks import ep8_tables, layer_tables, serving_tables
+from benchmarks import capture_tables, ep8_tables, layer_tables, serving_tables
 from benchmarks.harness.documents import Row, provenance, rows, table, value
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("device-planner", "ep8", "forward-kernel", "serving-benchmarks")
+PAGES = ("capture", "device-planner", "ep8", "forward-kernel", "serving-benchmarks")
 DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PAGES))
 BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
@@ -106,6 +106,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **layer_tables.TABLES,
     **ep8_tables.TABLES,
     **serving_tables.TABLES,
+    **capture_tables.TABLES,
     "routepack": routepack,
 }
 
