@@ -49,10 +49,10 @@ def startup_line(options: MegaFluxConfig, executor: Executor | DeviceExecutor, l
         executor: of the rank.
         layers: of the rank, at least one.
     """
-    layout, name = layers[0].layout, type(executor).__name__.removesuffix("Executor").lower()
+    layout = layers[0].layout
     holders = "rank and layer" if options.sticky else "rank, shared by its layers"
     line = (
-        f"megaflux: executor {name}, {layout.num_ranks} ranks, {len(layers)} layers of {layout.num_experts} experts, "
+        f"megaflux: executor {executor.kind}, {layout.num_ranks} ranks, {len(layers)} layers of {layout.num_experts} experts, "
         f"{layout.experts_per_rank} home and {layout.num_replica_slots} replica slots a {holders}"
     )
     if options.min_tokens:

@@ -244,7 +244,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> tuple[method.MegaFluxMoEMethod, L
 class OwnMemory(DeviceExecutor, DeviceLayer):
     """A device executor, as far as where weights live."""
 
-    num_ranks, local_ranks, totals = 1, range(1), None
+    kind, num_ranks, local_ranks, totals = "megakernel", 1, range(1), None
 
     def home_weights(self, layout: SlotLayout, hidden: int, intermediate: int) -> list[ExpertWeights]:
         own = layout.experts_per_rank
@@ -305,7 +305,7 @@ def test_the_log_says_once_what_the_layers_take(monkeypatch: pytest.MonkeyPatch,
     for _ in range(2):
         quant_method.apply(module, torch.zeros(2, 32), torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.int32))
     (line,) = [record.message for record in log.records if record.message.startswith("megaflux: executor")]
-    assert "executor ownmemory, 1 ranks, 1 layers of 8 experts, 8 home and 0 replica slots a rank and layer" in line
+    assert "executor megakernel, 1 ranks, 1 layers of 8 experts, 8 home and 0 replica slots a rank and layer" in line
     assert "1.50 GiB for home weights, 0.25 GiB for replica slots and 1.00 GiB for batches" in line
 
 
