@@ -140,6 +140,7 @@ def draw_figure3(values: Values, path: Path) -> None:
         for experts in EXPERTS
     }
     routings = [routing for routing in ROUTINGS if any(curves[routing, experts] for experts in EXPERTS)]
+    gains = [1.0, *paper.PEAKS.values(), *(gain for curve in curves.values() for gain in curve.values())]
     title = f"Speed-up over fixed placement, {values.where}; black: {paper.MACHINE}"
     with figure(path, len(routings), title=title, panel_inches=(2.6, 2.8)) as axes:
         for axis, routing in zip(axes, routings, strict=True):
@@ -152,6 +153,7 @@ def draw_figure3(values: Values, path: Path) -> None:
                 known = paper.REAL_HIGH_256
                 axis.plot(known.keys(), known.values(), "x", color="black", label="paper, E 256")
             axis.axhline(1.0, color="0.4", lw=0.8)
+            axis.set_ylim(min(gains) - 0.05, max(gains) + 0.05)
             _tokens_axis(axis, {m for experts in EXPERTS for m in curves[routing, experts]})
             axis.set_title(routing)
         labelled = {
@@ -202,7 +204,7 @@ def draw_figure5(values: Values, path: Path) -> None:
             )
         axis.set_xticks(range(len(HIDING_TOKENS)), [f"{tokens // 1024}K" for tokens in HIDING_TOKENS])
         axis.set_xlabel("tokens a rank")
-        axis.legend()
+        axis.figure.legend(loc="outside lower center", ncols=2)
 
 
 def _tokens_axis(axis: Any, tokens: set[int]) -> None:
