@@ -1,7 +1,8 @@
 """A load of concurrent requests over HTTP: ``vllm serve`` of each backend under ``vllm bench serve``.
 
-Decides the servers and the load. Servers start side by side and are loaded one after the other; an idle one waits. Text
-needs a tokenizer, which the models of these benchmarks do not have: they take the tiny model's and its vocabulary.
+Decides the servers and the load. Servers start side by side, and how long they take until they have answered a first
+request is measured too; then they are loaded one after the other, while the others wait. Routers choose for themselves.
+Text needs a tokenizer, which the models of these benchmarks do not have: they take the tiny model's and its vocabulary.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,15 +77,17 @@ def measure(
     with ExitStack() as stack:
         specs = [engine_spec(name, text_model, checkpoint, logs / "http", sizes) for name in backends]
         servers = [(spec, stack.enter_context(server(spec))) for spec in specs]
-        deadline = time.monotonic() + START_TIMEOUT_S
-        for spec, url in servers:
-            if not wait_until_healthy(url, deadline):
+        waiting = stack.enter_context(ThreadPoolExecutor(len(servers)))
+        starts = [waiting.submit(seconds_to_first_answer, url, checkpoint) for _, url in servers]
+        for (spec, url), start in zip(servers, starts, strict=True):
+            if (seconds := start.result()) is None:
                 print(f"LEFT OUT: the {spec.name} server did not start, see {spec.log}", file=sys.stderr, flush=True)
                 continue
+            case = {"model": model.name, "layers": model.layers, "backend": spec.name}
+            yield ResultRow(BENCH, case, "first_answer_s", seconds, "s")
             result = ask(url, checkpoint, load, spec)
-            case = {"model": model.name, "layers": model.layers, **dataclasses.asdict(load), "backend": spec.name}
             for metric, unit in METRICS.items():
-                yield ResultRow(BENCH, case, metric, float(result[metric]), unit)
+                yield ResultRow(BENCH, case | dataclasses.asdict(load), metric, float(result[metric]), unit)
 
 
 def flags(arguments: dict[str, Any]) -> Iterator[str]:
@@ -124,13 +128,18 @@ def server(spec: EngineSpec) -> Iterator[str]:
                 process.wait(STOP_TIMEOUT_S)
 
 
-def wait_until_healthy(url: str, deadline: float) -> bool:
-    """Whether the server answers before ``deadline`` of ``time.monotonic``."""
-    while time.monotonic() < deadline:
-        with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-            return True
-        time.sleep(0.5)
-    return False
+def seconds_to_first_answer(url: str, checkpoint: Path) -> float | None:
+    """Seconds from now until a server that is starting has answered a short request; None if it does not start."""
+    begin = time.monotonic()
+    body = {"model": str(checkpoint), "prompt": [1, 2, 3, 4, 5, 6, 7, 8], "max_tokens": 2, "temperature": 0}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    while time.monotonic() - begin < START_TIMEOUT_S:
+        with suppress(OSError), urllib.request.urlopen(request, timeout=30) as answer:
+            answer.read()
+            return time.monotonic() - begin
+        time.sleep(0.1)
+    return None
 
 
 def ask(url: str, checkpoint: Path, load: Load, spec: EngineSpec) -> dict[str, Any]:
