@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.bench_planner import Setting, run
 from benchmarks.ep8_grid import HIDDEN, INTERMEDIATE, RANKS, add_options, join
-from benchmarks.harness import RESULTS, RunContext, print_table, write_results
+from benchmarks.harness import RESULTS, ResultRow, RunContext, print_table, write_results
 
 BENCH = "planner_ep8"
 
@@ -30,12 +30,15 @@ def main() -> None:
     options = parser.parse_args()
     group = join()
     gpus = dist.get_world_size(group)
-    settings = [Setting(e, m, routing) for e in options.experts for m in options.tokens for routing in options.routings]
-    rows = run(group, RANKS, settings, (HIDDEN, INTERMEDIATE))
+    context = RunContext.current(f"{gpus} x {torch.cuda.get_device_name()}", "torch", "nvidia-cutlass-dsl", "numba")
+    rows: list[ResultRow] = []
+    for experts in options.experts:
+        settings = [Setting(experts, tokens, routing) for tokens in options.tokens for routing in options.routings]
+        new = run(group, RANKS, settings, (HIDDEN, INTERMEDIATE))
+        rows += [dataclasses.replace(row, bench=BENCH) for row in new]
+        if dist.get_rank(group) == 0:
+            write_results(options.out, rows, context)
     if dist.get_rank(group) == 0:
-        rows = [dataclasses.replace(row, bench=BENCH) for row in rows]
-        device = f"{gpus} x {torch.cuda.get_device_name()}"
-        write_results(options.out, rows, RunContext.current(device, "torch", "nvidia-cutlass-dsl", "numba"))
         print_table(rows, "Device planner, eight ranks")
     dist.barrier(group)
     dist.destroy_process_group()
