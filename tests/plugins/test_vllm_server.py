@@ -29,6 +29,13 @@ def options(**more: Any) -> dict[str, Any]:
     return {"moe_backend": "megaflux", "additional_config": {"megaflux": MEGAFLUX | more}}
 
 
+def data_parallel_flags(folder: Path) -> list[str]:
+    """Flags of a server of two engine processes, which leaves its plan log in the folder."""
+    settings = {"megaflux": MEGAFLUX | {"plan_log": str(folder)}}
+    flags = ["--moe-backend", "megaflux", "--enable-expert-parallel", "--data-parallel-size", "2"]
+    return [*flags, "--additional-config", json.dumps(settings)]
+
+
 def plans(folder: Path) -> list[dict[str, Any]]:
     """The records of a plan log."""
     return [json.loads(line) for line in (folder / "plan.jsonl").read_text().splitlines()]
@@ -78,9 +85,7 @@ def offline(folder: Path, other_weights: Path, shared_experts: Path) -> dict[str
 def data_parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
     """A server of two engine processes, and the folder of its plan log."""
     folder = tmp_path_factory.mktemp("data-parallel")
-    settings = {"megaflux": MEGAFLUX | {"plan_log": str(folder)}}
-    flags = ["--moe-backend", "megaflux", "--enable-expert-parallel", "--data-parallel-size", "2"]
-    with serve([*flags, "--additional-config", json.dumps(settings)], folder / "server.log") as server:
+    with serve(data_parallel_flags(folder), folder / "server.log") as server:
         yield server, folder
 
 
@@ -125,3 +130,14 @@ def test_uneven_load_of_concurrent_requests_gives_the_same_tokens(
     for count in (len(PROMPTS), 3):
         assert server.complete_together(PROMPTS[:count]) == offline["stock"][:count]
     assert server.is_healthy()
+
+
+def test_four_ranks_of_both_kinds_give_the_tokens_of_stock_vllm(
+    offline: dict[str, list[list[int]]], tmp_path: Path
+) -> None:
+    with serve([*data_parallel_flags(tmp_path), "--tensor-parallel-size", "2"], tmp_path / "server.log") as server:
+        assert [server.complete(prompt) for prompt in PROMPTS] == offline["stock"]
+        assert server.complete_together(PROMPTS) == offline["stock"]
+    records = plans(tmp_path)
+    assert {len(plan["loads"]) for plan in records} == {4}
+    assert sum(plan["replicas"] for plan in records) > 0
