@@ -52,8 +52,8 @@ def startup_line(options: MegaFluxConfig, executor: Executor | DeviceExecutor, l
     layout = layers[0].layout
     holders = "rank and layer" if options.sticky else "rank, shared by its layers"
     line = (
-        f"megaflux: executor {executor.kind}, {layout.num_ranks} ranks, {len(layers)} layers of {layout.num_experts} experts, "
-        f"{layout.experts_per_rank} home and {layout.num_replica_slots} replica slots a {holders}"
+        f"megaflux: executor {executor.kind}, {layout.num_ranks} ranks, {len(layers)} layers of "
+        f"{layout.num_experts} experts, {layout.experts_per_rank} home and {layout.num_replica_slots} replica slots a {holders}"
     )
     if options.min_tokens:
         line += f", the engine's own kernels for batches of less than {options.min_tokens} rows"
