@@ -53,7 +53,8 @@ def startup_line(options: MegaFluxConfig, executor: Executor | DeviceExecutor, l
     holders = "rank and layer" if options.sticky else "rank, shared by its layers"
     line = (
         f"megaflux: executor {executor.kind}, {layout.num_ranks} ranks, {len(layers)} layers of "
-        f"{layout.num_experts} experts, {layout.experts_per_rank} home and {layout.num_replica_slots} replica slots a {holders}"
+        f"{layout.num_experts} experts, {layout.experts_per_rank} home and {layout.num_replica_slots} replica slots "
+        f"a {holders}"
     )
     if options.min_tokens:
         line += f", the engine's own kernels for batches of less than {options.min_tokens} rows"
