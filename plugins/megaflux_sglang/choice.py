@@ -81,7 +81,7 @@ def uses_graphs(server_args: Any) -> bool:
     config = getattr(server_args, "cuda_graph_config", None)  # from 0.5.14
     if config is None:
         return not server_args.disable_cuda_graph
-    return any(phase.backend.name != "DISABLED" for phase in (config.prefill, config.decode))
+    return any(phase.backend != "disabled" for phase in (config.prefill, config.decode))  # names, not an enumeration
 
 
 def obstacle(server_args: Any, options: MegaFluxConfig) -> str | None:

@@ -55,6 +55,8 @@ CONTRACT = {
     "sglang.srt.utils.common.add_prometheus_middleware": ("app",),
     "sglang.srt.distributed.get_moe_ep_group": (),
     "sglang.srt.runtime_context.get_server_args": (),
+    "sglang.srt.model_executor.cuda_graph_config.PhaseConfig": ("backend",),
+    "sglang.srt.model_executor.cuda_graph_config.CudaGraphConfig": ("decode", "prefill"),
 }
 
 
@@ -115,6 +117,21 @@ class RunnerBackend(Enum):
     """SGLang's runners, some of them."""
 
     AUTO, TRITON = "auto", "triton"
+
+
+@dataclass
+class PhaseConfig:
+    """How batches of a phase are captured; the name of a way, or ``disabled``."""
+
+    backend: str = "disabled"
+
+
+@dataclass
+class CudaGraphConfig:
+    """What is captured, by phase."""
+
+    decode: PhaseConfig
+    prefill: PhaseConfig
 
 
 @dataclass
@@ -330,6 +347,7 @@ def modules(a2a: Callable[[], Any], server_args: Callable[[], Any], group: Calla
             "SchedulerWeightUpdaterManager": SchedulerWeightUpdaterManager
         },
         "sglang.srt.model_executor.model_runner": {"ModelRunner": ModelRunner},
+        "sglang.srt.model_executor.cuda_graph_config": {"CudaGraphConfig": CudaGraphConfig, "PhaseConfig": PhaseConfig},
         "sglang.srt.state_capturer.base": {"BaseTopkCapturer": BaseTopkCapturer},
         "sglang.srt.utils.common": {"add_prometheus_middleware": add_prometheus_middleware},
         "sglang.srt.distributed": {"get_moe_ep_group": group},

@@ -289,6 +289,41 @@ def test_auto_is_the_megakernel_only_where_it_can_run(monkeypatch: pytest.Monkey
         choice.settle(server_args(large, device="cuda", disable_cuda_graph=False), MegaFluxConfig(executor="staged"))
 
 
+@pytest.mark.parametrize(
+    ("decode", "prefill", "captured"),
+    [
+        ("disabled", "disabled", False),
+        ("full", "disabled", True),
+        ("disabled", "breakable", True),
+        ("full", "tc_piecewise", True),
+    ],
+)
+def test_captured_graphs_are_read_from_sglangs_own_configuration(decode: str, prefill: str, captured: bool) -> None:
+    from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+
+    config = CudaGraphConfig(decode=PhaseConfig(backend=decode), prefill=PhaseConfig(backend=prefill))
+    assert choice.uses_graphs(server_args(device="cuda", cuda_graph_config=config)) is captured
+    assert not choice.uses_graphs(server_args(device="cpu", cuda_graph_config=config))
+
+
+@on_sglang
+@pytest.mark.parametrize(
+    ("flags", "captured"),
+    [
+        ({}, True),
+        ({"disable_cuda_graph": True}, False),
+        ({"disable_prefill_cuda_graph": True}, True),
+        ({"disable_prefill_cuda_graph": True, "disable_decode_cuda_graph": True}, False),
+    ],
+)
+def test_sglangs_flags_decide_whether_graphs_are_captured(flags: dict[str, Any], captured: bool) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(model_path=str(TINY_MOE), device="cpu", attention_backend="triton", **flags)
+    given = SimpleNamespace(device="cuda", cuda_graph_config=args.cuda_graph_config)
+    assert choice.uses_graphs(given) is captured
+
+
 @on_sglang
 def test_sglang_itself_refuses_through_the_hook() -> None:
     from sglang.srt.server_args import ServerArgs
