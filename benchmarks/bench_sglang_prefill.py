@@ -94,7 +94,7 @@ def measure(model: ServedModel, options: argparse.Namespace, environment: dict[s
     port = free_port()
     specs = [server_spec(backend, i, model, options, port) for i, backend in enumerate(options.backends)]
     cases = [PrefillCase(batch, options.chunk, routing) for routing in options.routings for batch in options.batches]
-    samples = PrefillSamples(model, options.prompt_tokens)
+    samples = PrefillSamples(model, options.prompt_tokens, stray_rows=8)
     with running(specs, environment, options.start_s, lambda: samples.prepare(options.routings, work)) as fleet:
         yield from agreement(fleet, model)
         samples.measure(fleet, cases, options.repeats)

@@ -20,7 +20,7 @@ from benchmarks import capture_tables, ep8_tables, layer_tables, serving_tables
 from benchmarks.harness.documents import Row, provenance, rows, table, value
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("capture", "device-planner", "ep8", "forward-kernel", "serving-benchmarks")
+PAGES = ("capture", "device-planner", "ep8", "forward-kernel", "serving-benchmarks", "sglang")
 DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PAGES))
 BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 

@@ -86,24 +86,18 @@ def torch_grouped(at: Gathered) -> Step:
 
 
 def quack_grouped(at: Gathered) -> Step:
-    """quack's grouped products, the first with gathered rows and SwiGLU inside."""
-    from quack.gemm_interface import gemm, gemm_act
+    """quack's grouped products, the first with gathered rows.
+
+    Its product with SwiGLU inside does not start with the kernel language that these kernels need (quack 0.6.5, 4.8.1).
+    """
+    from quack.gemm_interface import gemm
 
     w13, w2 = at.w13.transpose(1, 2), at.w2.transpose(1, 2)
     bounds, token = F.pad(at.offsets, (1, 0)), at.token.int()
 
     def step() -> Tensor:
-        _, act = gemm_act(
-            at.gather_rows(),
-            w13,
-            activation="swiglu",
-            cu_seqlens_m=bounds,
-            A_idx=token,
-            store_preact=False,
-            concat_layout=("B",),
-            tuned=False,
-        )
-        return at.sum_and_return(gemm(act, w2, cu_seqlens_m=bounds, tuned=False))
+        gate, up = gemm(at.gather_rows(), w13, cu_seqlens_m=bounds, A_idx=token, tuned=False).chunk(2, dim=1)
+        return at.sum_and_return(gemm(F.silu(gate) * up, w2, cu_seqlens_m=bounds, tuned=False))
 
     return step
 

@@ -55,12 +55,13 @@ def layer() -> str:
 
 
 def forward() -> str:
-    """The forward kernel and the combine, balanced, as launched by default, with clock and power."""
-    bench, lines = "layer_forward_sweep", []
-    choice = "plain" if rows(bench, "latency_ms", choice="plain") else "pool2"  # its name in the first sweep
+    """The forward kernel and the combine, balanced, with clock and power."""
+    bench, lines = "layer_forward", []
     for shape in present(bench, "shape", SHAPES):
         for variant in ("fixed", "pipelined"):
-            at = {**AT_8K, "routing": "balanced", "choice": choice, "variant": variant, "shape": shape}
+            at = {**AT_8K, "routing": "balanced", "variant": variant, "shape": shape}
+            if not rows(bench, "latency_ms", **at):
+                continue  # a plan without replicas is the fixed one
             lines.append(
                 [
                     SHAPES[shape],
@@ -74,7 +75,7 @@ def forward() -> str:
                 ]
             )
     header = ["TFLOP/s a GPU", "", "burst", "sustained", "of the limit", "sustained", "MHz", "W"]
-    return table(header, lines) + provenance(bench, choice=choice)
+    return table(header, lines) + provenance(bench, ranks=2)
 
 
 def forward_peers() -> str:
@@ -94,19 +95,6 @@ def forward_peers() -> str:
         if set(cells) != {"-"}:
             lines.append([PEERS[variant], *cells])
     return table(["TFLOP/s a GPU", *(SHAPES[shape] for shape in shapes)], lines) + provenance("layer_forward", ranks=2)
-
-
-def peers() -> str:
-    """The forward kernel at fixed placement beside an unfused layer on the same two GPUs, single launches."""
-    case = {**AT_8K, "routing": "balanced", "protocol": "burst"}
-    shapes = present("layer_forward", "shape", SHAPES)
-    variants = {"all-gather, grouped GEMM, reduce-scatter": "all-gather + grouped_mm", "one launch": "fixed"}
-    lines = [
-        [name, *(f"{value('layer_forward', 'tflops_per_gpu', shape=s, variant=v, **case):.0f}" for s in shapes)]
-        for name, v in variants.items()
-    ]
-    header = ["TFLOP/s a GPU", *(SHAPES[shape] for shape in shapes)]
-    return table(header, lines) + provenance("layer_forward", ranks=2)
 
 
 def routings() -> str:
@@ -172,7 +160,6 @@ def stress() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "layer": layer,
     "forward": forward,
-    "peers": peers,
     "forward_peers": forward_peers,
     "forward_routings": routings,
     "forward_tokens": tokens,

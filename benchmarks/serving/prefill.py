@@ -46,6 +46,7 @@ class PrefillSamples:
         model: served.
         prompt_tokens: of every request.
         num_ranks: over which experts are spread.
+        stray_rows: of decode that an engine may route by the table beside the prompts that are counted.
         tables: by routing, as ``prepare`` made them.
         seconds: the samples.
         skew: max/mean rank load of fixed placement by case.
@@ -54,6 +55,7 @@ class PrefillSamples:
     model: ServedModel
     prompt_tokens: int
     num_ranks: int = 2
+    stray_rows: int = 0
     tables: dict[str, tuple[RouteTable, Path]] = field(default_factory=dict)
     seconds: dict[PrefillCase, dict[str, list[float]]] = field(default_factory=dict)
     skew: dict[PrefillCase, float] = field(default_factory=dict)
@@ -132,5 +134,5 @@ class PrefillSamples:
             total = routed.sum(axis=0) if fleet.members[backend].spec.ranks == len(routed) else routed[0]
             wrong = int(np.abs(total - expected).sum())
             say(f"{backend} {routing}: {expected.sum()} assignments counted, {wrong} not as in the trace")
-            if wrong:
+            if wrong > self.stray_rows * self.model.layers * self.model.top_k:
                 fleet.leave_out(backend, f"{wrong} assignments are not those of {path}")
