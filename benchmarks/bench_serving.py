@@ -61,6 +61,7 @@ class Run:
         self.sizes = Sizes(
             max_batch_tokens=max(options.chunks),
             max_requests=max(options.running),
+            kv_cache_tokens=options.kv_cache_tokens,
             is_compiled=options.compile,
             is_cpu=options.cpu,
             num_ranks=options.ranks,
@@ -157,8 +158,7 @@ class Run:
         samples = rollout.RolloutSamples(
             model, self.sizes.num_ranks * self.sizes.max_requests, options.decode_prompt_tokens, output
         )
-        samples.measure(fleet, options.rollout_seconds)
-        samples.check_store(store)
+        samples.measure(fleet, options.rollout_seconds, store)
         self._keep(model, "capture_rollout", samples.rows())
 
     def _load(self, model: ServedModel, folder: Path) -> None:
@@ -262,6 +262,7 @@ def parse_options() -> argparse.Namespace:
     add("--routings", nargs="+", default=list(ROUTINGS), choices=ROUTINGS)
     add("--controls", nargs="*", default=["balanced"], choices=ROUTINGS, help="measured in one case")
     add("--prompt-tokens", type=int, default=8192)
+    add("--kv-cache-tokens", type=int, default=131072, help="of a rank's cache")
     add("--repeats", type=int, default=3)
     add("--running", nargs="+", type=int, default=[1, 8, 32, 128], help="running requests of decode")
     add("--decode-prompt-tokens", type=int, default=128)

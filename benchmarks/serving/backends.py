@@ -69,7 +69,7 @@ class Sizes:
     Attributes:
         max_batch_tokens: the largest chunk budget.
         max_requests: running at a time.
-        kv_cache_bytes: a rank.
+        kv_cache_tokens: a rank.
         is_compiled: vLLM's default mode, with torch.compile, which makes a start half a minute longer. Otherwise layers
             run as vLLM's eager mode runs them, and batches of decode in CUDA graphs all the same.
         is_cpu: dry run on a CPU with float32, where our layer is the staged executor of processes.
@@ -78,7 +78,7 @@ class Sizes:
 
     max_batch_tokens: int = 32768
     max_requests: int = 128
-    kv_cache_bytes: int = 2 << 30
+    kv_cache_tokens: int = 131072
     is_compiled: bool = False
     is_cpu: bool = False
     num_ranks: int = 2
@@ -109,7 +109,7 @@ def engine_spec(backend: str, model: ServedModel, folder: Path, logs: Path, size
         common |= {"dtype": "float32", "enforce_eager": True}
     else:
         common |= {
-            "kv_cache_memory_bytes": sizes.kv_cache_bytes,
+            "kv_cache_memory_bytes": sizes.kv_cache_tokens * model.kv_bytes_per_token,
             "gpu_memory_utilization": 0.05,  # engines share the device; the line above decides
             "compilation_config": compilation(sizes),
         }

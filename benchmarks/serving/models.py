@@ -45,6 +45,11 @@ class ServedModel:
     vocabulary: int = TRACE_VOCABULARY
     max_len: int = 8448
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of a token's keys and values in BF16."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
     def write(self, folder: Path) -> Path:
         """Write ``config.json`` below ``folder``; returns the model's folder."""
         config = {

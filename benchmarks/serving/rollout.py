@@ -81,9 +81,19 @@ class RolloutSamples:
         self.prompts = [[draw.randrange(vocabulary) for _ in range(self.prompt_tokens)] for _ in range(count)]
         self.lengths = [draw.randint(*self.output_tokens) for _ in range(count)]
 
-    def measure(self, fleet: Fleet, seconds: float) -> None:
-        """Ask the engines of a fleet for about so many seconds, after a round that warms up."""
+    def measure(self, fleet: Fleet, seconds: float, store: Path) -> None:
+        """Ask the engines of a fleet for about so many seconds, after a round that warms up.
+
+        Args:
+            fleet: with ``stock`` and those of ``engines``, as far as they started.
+            seconds: of rounds.
+            store: where the second of ``engines`` captures to; what has gone there is checked at the end.
+
+        Raises:
+            ValueError: requests are missing.
+        """
         self.seconds = {name: [] for name in fleet.members}
+        recorded = len(ReplayStore(store).scan()[0]) if CAPTURE in self.seconds else 0  # requests that warmed up
         end, number = None, 0
         while end is None or number <= MIN_ROUNDS or time.monotonic() < end:
             spent = self._round(fleet, number)
@@ -94,17 +104,12 @@ class RolloutSamples:
                     self.seconds[name].append(value)
             end = end or time.monotonic() + seconds
             number += 1
+        if CAPTURE in self.seconds:
+            self._check_store(store, recorded + number * len(self.prompts))
 
-    def check_store(self, folder: Path) -> None:
-        """Seal what was captured, if anything was; this reads and checks every record.
-
-        Raises:
-            ValueError: requests are missing.
-        """
-        if CAPTURE not in self.seconds:
-            return
-        wanted = len(self.prompts) * (len(self.seconds[CAPTURE]) + 1)
-        window = seal(ReplayStore(folder), "all")
+    def _check_store(self, store: Path, wanted: int) -> None:
+        """Seal what was captured, which reads and checks every record."""
+        window = seal(ReplayStore(store), "all")
         if len(window) != wanted:
             raise ValueError(f"{len(window)} of {wanted} requests were recorded")
         print(f"  captured: {len(window)} records of {int(window.lengths.sum()):,} tokens, all sound", flush=True)

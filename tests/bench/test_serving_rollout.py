@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -34,20 +36,44 @@ def samples() -> RolloutSamples:
     return RolloutSamples(TINY, 4, 16, (8, 32))
 
 
-def test_every_engine_is_asked_the_same_in_turns_and_the_first_round_warms_up() -> None:
+@pytest.fixture
+def window(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A store of three requests that warmed up, and the window that is sealed at the end: its lengths."""
+    sealed = SimpleNamespace(lengths=np.full(3 + 3 * 8, 20))
+    monkeypatch.setattr(rollout, "ReplayStore", lambda folder: SimpleNamespace(scan=lambda: ([None] * 3, [])))
+    monkeypatch.setattr(rollout, "seal", lambda store, name: Window(sealed.lengths))
+    return sealed
+
+
+class Window:
+    def __init__(self, lengths: np.ndarray) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+def test_every_engine_is_asked_the_same_in_turns_and_the_first_round_warms_up(
+    tmp_path: Path, window: SimpleNamespace
+) -> None:
     made, fleet = samples(), Fleet({STOCK: [9.0, 1.0, 2.0], ROUTES: [9.0, 1.5, 2.0], CAPTURE: [9.0, 1.1, 2.2]})
-    made.measure(fleet, seconds=0)  # type: ignore[arg-type]
+    made.measure(fleet, 0, tmp_path)  # type: ignore[arg-type]
     assert made.seconds == {STOCK: [1.0, 2.0], ROUTES: [1.5, 2.0], CAPTURE: [1.1, 2.2]}
     assert fleet.asked == [STOCK, ROUTES, CAPTURE, ROUTES, CAPTURE, STOCK, CAPTURE, STOCK, ROUTES]
     assert len(made.prompts) == len(made.lengths) == 8
     assert all(8 <= length <= 32 for length in made.lengths)
 
 
-def test_an_engine_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_request_that_was_not_recorded_is_an_error(tmp_path: Path, window: SimpleNamespace) -> None:
+    window.lengths = window.lengths[1:]
+    with pytest.raises(ValueError, match="26 of 27 requests were recorded"):
+        samples().measure(Fleet({STOCK: [1.0] * 3, CAPTURE: [1.0] * 3}), 0, tmp_path)  # type: ignore[arg-type]
+
+
+def test_an_engine_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path, window: SimpleNamespace) -> None:
     made, fleet = samples(), Fleet({STOCK: [9.0, 1.0, 2.0], CAPTURE: [9.0, 1.1]})
-    made.measure(fleet, seconds=0)  # type: ignore[arg-type]
+    made.measure(fleet, 0, tmp_path)  # type: ignore[arg-type]
     assert made.seconds == {STOCK: [1.0, 2.0]}
-    made.check_store(tmp_path)  # there is none to check
     assert {row.metric for row in made.rows()} == {"rollout_tokens_per_s", "rollout_noise_pct"}
 
 
