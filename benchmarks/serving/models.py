@@ -91,7 +91,7 @@ MODELS = {
     model.name: model
     for model in (
         # Qwen3-30B-A3B has 48 such layers.
-        ServedModel("qwen3-30b-a3b", 12, 2048, 768, 128, 8, heads=32, kv_heads=4, head_dim=128),
+        ServedModel("qwen3-30b-a3b", 8, 2048, 768, 128, 8, heads=32, kv_heads=4, head_dim=128),
         # DeepSeek-V3's H, I, k and number of heads, with 64 of its 256 experts; 4 layers of grouped-query attention.
         ServedModel("deepseek-v3-like", 4, 7168, 2048, 64, 8, heads=128, kv_heads=8, head_dim=128),
         # For a CPU.

@@ -20,7 +20,7 @@ STEPS = {
     "gpu_sglang.sh": ("smoke", "prefill"),
     "gpu_sweep.sh": ("times",),
     "gpu_vllm.sh": (),
-    "gpu_vllm_bench.sh": ("quick", "qwen", "deepseek", "load"),
+    "gpu_vllm_bench.sh": ("qwen", "decode", "deepseek", "load"),
 }
 """By script, the steps to run; none are all of them."""
 WITHOUT_NAMED_STEPS = ("gpu_capture.sh", "gpu_sweep.sh")
