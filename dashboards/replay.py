@@ -1,4 +1,4 @@
-"""Rollout capture and RoutePack: are all routes stored, and how are windows sealed and planned?"""
+"""Rollout capture and RoutePack: are all routes stored, and how are windows sealed, planned and migrated to?"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def build() -> Dashboard:
     return dashboard(
         "megaflux-replay",
         "MegaFlux: rollout capture and RoutePack",
-        "Are the routes of all rollouts stored, and how are windows sealed, placed and scheduled?",
+        "Are the routes of all rollouts stored, and how are windows sealed, placed, scheduled and migrated to?",
         [
             Row("Capture, in the server", _capture()),
             Row("Windows, in the process that seals and plans them", _windows()),
@@ -69,28 +69,41 @@ def _capture() -> list[object]:
 
 
 def _windows() -> list[object]:
+    migrated = rate(m.WINDOW_MIGRATION_SECONDS, suffix="_count", interval=LONG)
     return [
         graph(
             "Time of a window",
-            "Mean seconds to seal a window, to repair the expert placement for it, and to plan it as a whole.",
+            "Mean seconds to seal a window, to repair the expert placement for it, to plan it as a whole, and to move "
+            "experts into their new slots.",
             SECONDS,
             [
                 Query(mean(m.WINDOW_SEAL_SECONDS, interval=LONG), "seal"),
                 Query(mean(m.WINDOW_PLACEMENT_SECONDS, interval=LONG), "placement"),
                 Query(mean(m.WINDOW_PLANNING_SECONDS, interval=LONG), "placement and schedule"),
+                Query(mean(m.WINDOW_MIGRATION_SECONDS, interval=LONG), "migration"),
             ],
+            width=6,
         ),
         graph(
             "Trajectories of a window",
             "Mean of the windows that were planned.",
             COUNT,
             [Query(per_window(m.WINDOW_TRAJECTORIES), "trajectories")],
+            width=6,
         ),
         graph(
             "Experts that move for a window",
             "Over all layers; each is one expert's weights and optimizer state.",
             COUNT,
             [Query(per_window(m.WINDOW_MOVED_EXPERTS), "experts")],
+            width=6,
+        ),
+        graph(
+            "Bytes that move for a window",
+            "What a rank receives from others, weights and optimizer state.",
+            BYTES,
+            [Query(over(rate(m.WINDOW_MIGRATED_BYTES, interval=LONG), migrated), "received")],
+            width=6,
         ),
     ]
 

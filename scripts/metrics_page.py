@@ -111,7 +111,8 @@ default registry:
 import time
 
 from megaflux_serve.capture import seal
-from megaflux_serve.metrics.events import window_planned, window_sealed
+from megaflux_serve.metrics.events import window_migrated, window_planned, window_sealed
+from megaflux_serve.migration import TransferPlan, migrate
 from megaflux_serve.routepack import plan_window
 
 start = time.perf_counter()
@@ -119,6 +120,7 @@ window = seal(store, "step-12")
 window_sealed(time.perf_counter() - start)
 plan = plan_window(window.counts, window.lengths, topology, options)
 window_planned(plan)
+window_migrated(migrate(state, TransferPlan(plan.before, plan.placement), group))
 ```
 
 A command ends before Prometheus could ask it, so `megaflux replay seal` and `megaflux routepack plan` take

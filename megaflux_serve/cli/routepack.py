@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from megaflux_serve.cli.moves import moves
 from megaflux_serve.durable import write_atomically
 from megaflux_serve.errors import ConfigError
 from megaflux_serve.routepack.demand import Demand
@@ -198,6 +199,9 @@ def replay(
         print(json.dumps([summary(plan) for plan in made], indent=2))
     else:
         console.print(replay_table(windows, made, policies))
+
+
+app.command()(moves)
 
 
 def plan_table(made: WindowPlan) -> Table:

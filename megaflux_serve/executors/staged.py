@@ -2,15 +2,12 @@
 
 Decides what crosses between ranks and in which order: counts; replica weights, only what the plan transfers; rows, once
 for each routed assignment and in the order of the destination's pool, so that no index travels with them; results, the
-same way back. Knows no backend: everything is bytes from point to point (gloo lacks dtypes and collectives that this
-does not need). A token with several experts on one rank crosses several times; the megakernel sends it once.
+same way back. A token with several experts on one rank crosses several times; the megakernel sends it once.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Literal
 
 import numpy as np
@@ -20,13 +17,11 @@ from torch import Tensor
 
 from megaflux_serve.errors import PeerTimeoutError
 from megaflux_serve.executors.base import Executor, combine, compute_pool, index_tensor
+from megaflux_serve.messages import Message, exchange
 from megaflux_serve.planning.plan import ReplicaPlan
 from megaflux_serve.planning.routes import map_blocks, rank_pool, source_routes
 from megaflux_serve.routing import CountArray, RoutingBatch
 from megaflux_serve.workspace import ExpertSlots
-
-Message = tuple[int, Tensor]
-"""A peer and the contiguous tensor that goes to it or comes from it."""
 
 Phase = Literal["counts", "replica_weights", "rows", "results"]
 """What a rank waits for: the kernels' words where they wait for the same."""
@@ -106,30 +101,12 @@ class StagedExecutor(Executor):
         return arrived
 
     def _exchange(self, phase: Phase, outgoing: list[Message], incoming: list[Message]) -> None:
-        """Send and receive at once and wait for both; an empty message is not sent, since its receiver knows its size.
-
-        Messages between two ranks arrive in the order of the lists.
-        """
-        operations = [
-            dist.P2POp(operation, tensor.view(-1).view(torch.uint8), group=self.group, group_peer=rank)
-            for operation, messages in ((dist.irecv, incoming), (dist.isend, outgoing))
-            for rank, tensor in messages
-            if tensor.numel()
-        ]
-        if not operations:
-            return
-        deadline = time.monotonic() + self.timeout_s
-        works = dist.batch_isend_irecv(operations)
-        # A backend that answers once for the whole batch (NCCL) cannot say which peer is missing.
-        peers = [operation.group_peer for operation in operations] if len(works) == len(operations) else [-1]
-        for peer, work in zip(peers, works, strict=True):
-            try:
-                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-            except RuntimeError as error:
-                if time.monotonic() < deadline:
-                    raise
-                self._timeouts.append(phase)
-                raise PeerTimeoutError(peer, phase, -1, self.timeout_s) from error
+        """``messages.exchange``, where a timeout is counted."""
+        try:
+            exchange(self.group, phase, outgoing, incoming, self.timeout_s)
+        except PeerTimeoutError:
+            self._timeouts.append(phase)
+            raise
 
 
 __all__ = ["StagedExecutor"]

@@ -338,6 +338,21 @@ WINDOW_MOVED_EXPERTS = _metric(
     "experts",
     "Experts that change their slot for a planned window, in all layers.",
 )
+WINDOW_MIGRATION_SECONDS = _metric(
+    Source.WINDOW,
+    Kind.HISTOGRAM,
+    "window_migration_seconds",
+    "seconds",
+    "Time to move experts into the slots that a window's placement gives them, on this rank.",
+    buckets=_WINDOW_TIMES,
+)
+WINDOW_MIGRATED_BYTES = _metric(
+    Source.WINDOW,
+    Kind.COUNTER,
+    "window_migrated_bytes_total",
+    "bytes",
+    "Bytes of experts, weights and optimizer state, that this rank received from others.",
+)
 WINDOW_ROWS = _metric(
     Source.WINDOW, Kind.GAUGE, "window_rows", "rows", "Execution rows of the last window that was planned."
 )

@@ -1,4 +1,4 @@
-"""Events of the process itself: requests whose routes are stored, windows that are sealed and planned.
+"""Events of the process itself: requests whose routes are stored, windows that are sealed, planned and migrated to.
 
 Decides which counters an event moves. They are prometheus-client's own, so that they appear wherever the process serves
 metrics, in its multiprocess mode too. That mode is chosen when prometheus-client is first imported, which SGLang does
@@ -14,6 +14,7 @@ from megaflux_serve.metrics import catalogue
 from megaflux_serve.metrics.catalogue import Kind, Metric, Source
 
 if TYPE_CHECKING:
+    from megaflux_serve.migration import MigrationReport
     from megaflux_serve.routepack import WindowPlan
 
 
@@ -70,6 +71,12 @@ def window_planned(plan: WindowPlan) -> None:
     instrument(catalogue.WINDOW_EXPERT_EXCESS).labels("row_local").set(plan.excess.row_local)
 
 
+def window_migrated(report: MigrationReport) -> None:
+    """Experts are in the slots of a window's placement."""
+    instrument(catalogue.WINDOW_MIGRATION_SECONDS).observe(report.seconds)
+    instrument(catalogue.WINDOW_MIGRATED_BYTES).inc(report.received_bytes)
+
+
 _made: dict[Metric, Any] = {}
 
 
@@ -96,4 +103,4 @@ def _make(metric: Metric) -> Any:
     return prometheus_client.Histogram(metric.name, metric.help, labels, buckets=metric.buckets)
 
 
-__all__ = ["CaptureEvents", "instruments", "prepare_windows", "window_planned", "window_sealed"]
+__all__ = ["CaptureEvents", "instruments", "prepare_windows", "window_migrated", "window_planned", "window_sealed"]

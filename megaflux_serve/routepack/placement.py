@@ -86,6 +86,11 @@ class Placement:
         """int32 [L, E]: owner(pi_l(e)), the rank of every expert."""
         return self.slots // np.int32(self.experts_per_rank)
 
+    @property
+    def experts(self) -> Int32Array:
+        """int32 [L, E]: the logical expert in every slot, the inverse of ``slots``."""
+        return np.argsort(self.slots, axis=1).astype(np.int32)
+
     def rank_loads(self, loads: Int64Array) -> Int64Array:
         """int64 [L, P]: G_{l,p} of Eq. 3, from loads int64 [L, E]."""
         by_slot = np.empty_like(loads)

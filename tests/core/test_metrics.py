@@ -23,12 +23,13 @@ from megaflux_serve.errors import InputError
 from megaflux_serve.executors import ReferenceExecutor
 from megaflux_serve.metrics import catalogue
 from megaflux_serve.metrics.catalogue import BY_NAME, CATALOGUE, SERVER_LABELS, Kind, Metric, Source
-from megaflux_serve.metrics.events import CaptureEvents, window_planned, window_sealed
+from megaflux_serve.metrics.events import CaptureEvents, window_migrated, window_planned, window_sealed
 from megaflux_serve.metrics.exporter import LATELY_S, LayerCollector, RecentRows, layer_labels
 from megaflux_serve.metrics.meter import Meter
 from megaflux_serve.metrics.registries import show_layers
 from megaflux_serve.metrics.snapshot import FOLDER_VARIABLE, Snapshot, Worker, read_snapshots
 from megaflux_serve.metrics.textfile import add_to_textfile
+from megaflux_serve.migration import MigrationReport
 from megaflux_serve.planning.gate import GateCosts
 from megaflux_serve.routepack import PlanOptions, SearchOptions, Topology, plan_window
 from tests.core.moe_cases import make_case
@@ -324,6 +325,14 @@ def test_a_planned_window_shows_its_decisions() -> None:
     assert shown("megaflux_window_expert_excess_ratio", scope="window") == plan.excess.window
     assert shown("megaflux_window_seal_seconds_bucket", le="0.025") >= 1
     assert shown("megaflux_window_planning_seconds_sum") >= shown("megaflux_window_placement_seconds_sum")
+
+
+def test_a_migration_shows_its_time_and_what_this_rank_received() -> None:
+    window_migrated(MigrationReport(num_moved=3, sent_bytes=10, received_bytes=20, num_steps=1, seconds=0.02))
+    window_migrated(MigrationReport(num_moved=0, sent_bytes=0, received_bytes=0, num_steps=0, seconds=0.001))
+    assert shown("megaflux_window_migrated_bytes_total") == 20
+    assert shown("megaflux_window_migration_seconds_count") == 2
+    assert shown("megaflux_window_migration_seconds_sum") == pytest.approx(0.021)
 
 
 def test_commands_add_to_a_file_as_one_long_process_would(tmp_path: Path) -> None:

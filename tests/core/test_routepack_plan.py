@@ -317,6 +317,21 @@ def test_the_command_plans_saves_and_draws(window_file: Path, tmp_path: Path) ->
     assert json.loads(again.stdout)["num_rows"] == load_plan(out).layout.num_rows
 
 
+def test_the_command_line_says_what_a_plan_moves(tmp_path: Path, window_file: Path) -> None:
+    out, run = tmp_path / "plan", CliRunner()
+    assert run.invoke(app, ["plan", str(window_file), *JOB, "--out", str(out)]).exit_code == 0
+    shape = ["moves", str(out), "--hidden", "64", "--intermediate", "32"]
+    found = json.loads(run.invoke(app, [*shape, "--parameter-bytes", "2", "--json"]).stdout)
+    assert found["expert_bytes"] == 3 * 64 * 32 * 2
+    assert found["moved"] == sum(found["received"]) + sum(found["local"]) > 0
+    assert found["seconds_on_the_link"] == pytest.approx(max(found["received"]) * found["expert_bytes"] / 50e9)
+    shown = run.invoke(app, shape, env={"COLUMNS": "120"}).stdout
+    assert f"{found['moved']} of {load_plan(out).placement.slots.size} experts change their slot" in shown
+    assert "the largest layer needs" in shown
+    refused = run.invoke(app, [*shape, "--staging-gib", "0.00001"])
+    assert "staging_bytes = 10737: layer" in str(refused.exception)
+
+
 def test_the_command_replays_and_compares(window_file: Path, tmp_path: Path) -> None:
     png = tmp_path / "replay.png"
     two = [str(window_file), str(window_file)]

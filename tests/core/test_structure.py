@@ -12,6 +12,7 @@ ORDER = (
     "durable",
     "drawing",
     "errors",
+    "messages",
     "slots",
     "routing",
     "planning",
