@@ -30,9 +30,11 @@ LOAD_S = 40.0
 
 @pytest.fixture(scope="module")
 def watch() -> Iterator[Watched]:
-    """A server that has answered prompts for a while."""
+    """A server that has answered prompts for a while, and a trainer that has migrated to two windows of them."""
     with watched() as found:
         load(found.server, LOAD_S)
+        while not found.prometheus.query("megaflux_window_migration_seconds_count > 1"):
+            load(found.server, 5.0)
         yield found
 
 
@@ -81,10 +83,16 @@ def test_a_sound_server_raises_no_alarm(watch: Watched) -> None:
 
 
 def test_top_shows_what_prometheus_says(watch: Watched) -> None:
-    time.sleep(3)  # the load is over: totals no longer change
+    def counted() -> tuple[float, float]:
+        seen = figures(Change(None, scrape(f"http://127.0.0.1:{watch.server.port}/metrics")))
+        [batches] = watch.prometheus.query("sum(megaflux_batches_total) / count(megaflux_batches_total)")
+        return seen.total.batches, batches.values[-1]
+
+    deadline = time.monotonic() + 30  # the load is over: totals stop changing once every worker has reported
+    while (both := counted())[0] != pytest.approx(both[1]) and time.monotonic() < deadline:
+        time.sleep(1)
+    assert both[0] == pytest.approx(both[1])
     seen = figures(Change(None, scrape(f"http://127.0.0.1:{watch.server.port}/metrics")))
-    [batches] = watch.prometheus.query("sum(megaflux_batches_total) / count(megaflux_batches_total)")
-    assert seen.total.batches == pytest.approx(batches.values[-1])
     [fixed] = watch.prometheus.query(
         'sum(megaflux_busiest_rank_blocks_total{placement="fixed"}) / sum(megaflux_mean_rank_blocks_total)'
     )
