@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from megaflux_serve import __version__
 from megaflux_serve.cli import replay, routepack
 from megaflux_serve.cli.calibrate import calibrate
+from megaflux_serve.cli.command import Commands
 from megaflux_serve.cli.compile import compile_kernels
 from megaflux_serve.cli.doctor import doctor
 from megaflux_serve.cli.plan import plan
@@ -47,7 +48,7 @@ Serve a model with it (vLLM finds the plugin by itself):
 
 
 class OneLineErrors(TyperGroup):
-    """An error raised on purpose becomes one line and status 2; any other is a fault and keeps its traceback."""
+    """An error raised on purpose, or about a file, becomes one line and status 2; a fault keeps its traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -55,9 +56,14 @@ class OneLineErrors(TyperGroup):
         except MegafluxError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from error
+        except OSError as error:
+            if error.filename is None:
+                raise
+            typer.echo(f"error: {error.filename}: {error.strerror}", err=True)
+            raise typer.Exit(2) from error
 
 
-app = typer.Typer(name="megaflux", cls=OneLineErrors, help=HELP, rich_markup_mode="rich", no_args_is_help=True)
+app = Commands(name="megaflux", cls=OneLineErrors, help=HELP, rich_markup_mode="rich", no_args_is_help=True)
 
 
 def _print_version(wanted: bool) -> None:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from megaflux_serve.cli.command import file_to_write
 from megaflux_serve.cli.forecast import Resize, Scenario, Step, forecast_layer
 from megaflux_serve.cli.picture import draw_loads
 from megaflux_serve.cli.render import layer_table, progress
 from megaflux_serve.cli.summary import LayerSummary, summarise_layer, summarise_model
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.durable import write_atomically
-from megaflux_serve.errors import ConfigError
+from megaflux_serve.errors import ConfigError, InputError
+from megaflux_serve.planning import GateCosts
 from megaflux_serve.trace import Trace, read_trace
+
+GATE_COSTS = (
+    "integers block_ns, replica_ns and plan_ns (0 to 10^9) and hidden_permille (0 to 1000), as in "
+    '\'{"block_ns": 14300, "replica_ns": 252000, "plan_ns": 30000, "hidden_permille": 600}\''
+)
 
 
 def plan(
@@ -32,12 +39,18 @@ def plan(
     batch_tokens: Annotated[int | None, typer.Option(help="Cut the tokens into batches of all ranks.")] = None,
     sticky: Annotated[bool, typer.Option("--sticky", help="Keep replicas from batch to batch.")] = False,
     transfer_cost_blocks: Annotated[int, typer.Option(help="A new replica must win more blocks than this.")] = 0,
-    gate: Annotated[str | None, typer.Option(help="Costs as JSON, as a server takes them; see below.")] = None,
+    gate: Annotated[
+        str | None, typer.Option(help="Costs as a JSON object, as a server takes them; see the last example.")
+    ] = None,
     tokens_per_rank: Annotated[int | None, typer.Option(help="Scale every batch to this many tokens a rank.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Experts a token, to scale; default: as the trace says.")] = None,
     rebin: Annotated[int | None, typer.Option(help="Scale to this many experts (MegaFlux, appendix B.1).")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every figure to this file.")] = None,
-    png_file: Annotated[Path | None, typer.Option("--png", help="Draw the load of each rank to this file.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write every figure to this file.", callback=file_to_write)
+    ] = None,
+    png_file: Annotated[
+        Path | None, typer.Option("--png", help="Draw the load of each rank to this file.", callback=file_to_write)
+    ] = None,
 ) -> None:
     """What would replication do for my routing?
 
@@ -51,21 +64,25 @@ def plan(
 
       [cyan]megaflux plan counts.csv --ranks 4[/cyan]
 
-      [cyan]megaflux plan routed_experts.npz --ranks 8 --batch-tokens 16384 --sticky --png loads.png[/cyan]
+      [cyan]megaflux plan routed_experts.npz --ranks 8 --batch-tokens 8192 --sticky[/cyan]
 
-      [cyan]megaflux plan counts.json --ranks 8 --layer 'olmoe/*' --gate '{"block_ns": 14300, "replica_ns": 252000,
-      "plan_ns": 30000, "hidden_permille": 600}'[/cyan]
+      [cyan]megaflux plan counts.json --ranks 8 --layer 'olmoe/*' --png loads.png[/cyan]
+
+      [cyan]megaflux plan counts.csv --ranks 4 --gate \\
+        '{"block_ns": 14300, "replica_ns": 252000, "plan_ns": 30000, "hidden_permille": 600}'[/cyan]
     """
     config = _config(
         replica_slots=slots,
         block_rows=block_rows,
         transfer_cost_blocks=transfer_cost_blocks,
         sticky=sticky,
-        gate=_json_object(gate),
+        gate=_costs(gate),
     )
     if experts is not None and experts < 1:
         raise ConfigError("--experts", experts, "an integer of at least 1")
     routing = read_trace(trace, experts, layer or ())
+    if batch_tokens is not None and not 1 <= batch_tokens <= (routing.num_tokens or batch_tokens):
+        raise ConfigError("--batch-tokens", batch_tokens, f"1 to {routing.num_tokens}, the tokens of the trace")
     scenario = Scenario(ranks, config, batch_tokens, _resize(routing, tokens_per_rank, top_k, rebin))
     steps = _forecast(routing, scenario)
     layers = [summarise_layer(name, [step.outcome for step in of_layer]) for name, of_layer in steps.items()]
@@ -100,12 +117,17 @@ def _config(**options: Any) -> MegaFluxConfig:
         raise ConfigError(f"{flag} {part}".strip(), error.value, error.allowed) from None
 
 
-def _json_object(text: str | None) -> Any:
+def _costs(text: str | None) -> dict[str, Any] | None:
     """The value of ``--gate``."""
+    if text is None:
+        return None
     try:
-        return None if text is None else json.loads(text)
+        costs = json.loads(text)
     except ValueError:
-        raise ConfigError("--gate", text, "a JSON object") from None
+        costs = None
+    if not isinstance(costs, dict) or costs.keys() != {field.name for field in fields(GateCosts)}:
+        raise ConfigError("--gate", text, GATE_COSTS)
+    return costs
 
 
 def _resize(routing: Trace, tokens_per_rank: int | None, top_k: int | None, rebin: int | None) -> Resize | None:
@@ -116,7 +138,10 @@ def _resize(routing: Trace, tokens_per_rank: int | None, top_k: int | None, rebi
         return None
     top_k = routing.top_k if top_k is None else top_k
     if top_k is None:
-        raise ConfigError("--top-k", None, "experts a token: a trace of totals does not tell")
+        raise InputError("--top-k", "is missing", "experts a token, which a trace of totals does not tell")
+    fewest = min(layer.num_experts for layer in routing.layers)
+    if rebin is None and top_k > fewest:
+        raise ConfigError("--top-k", top_k, f"1 to the {fewest} experts")
     return Resize(tokens_per_rank, top_k, rebin)
 
 

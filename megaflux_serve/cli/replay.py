@@ -26,11 +26,12 @@ from megaflux_serve.capture.record import ModelShape
 from megaflux_serve.capture.sealing import seal
 from megaflux_serve.capture.store import ReplayStore
 from megaflux_serve.capture.window import SealedWindow, open_window, window_names
+from megaflux_serve.cli.command import Commands, file_to_write
 from megaflux_serve.cli.render import progress
 from megaflux_serve.durable import write_atomically
 from megaflux_serve.errors import ConfigError, InputError
 
-app = typer.Typer(
+app = Commands(
     name="replay",
     help="Captured routes of rollouts: look, check, seal windows, exchange with training frameworks.",
     no_args_is_help=True,
@@ -43,7 +44,10 @@ Store = Annotated[Path, typer.Argument(help="Folder of a replay store.")]
 Window = Annotated[str | None, typer.Option("--window", help="Name of a sealed window; default: the newest.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 MetricsFile = Annotated[
-    Path | None, typer.Option(help="Add metrics of this command to a .prom file of the node exporter's collector.")
+    Path | None,
+    typer.Option(
+        help="Add metrics of this command to a .prom file of the node exporter's collector.", callback=file_to_write
+    ),
 ]
 
 
@@ -131,7 +135,7 @@ def stats(
     store: Store,
     window: Window = None,
     ranks: Annotated[int, typer.Option(help="Expert-parallel ranks P of the identity placement.")] = 8,
-    png: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write a picture to this file.", callback=file_to_write)] = None,
     as_json: Json = False,
 ) -> None:
     """Expert shares, skew, lengths and distances between tasks of a window (RoutePack Figure 5)."""
@@ -165,7 +169,7 @@ def stats(
 def export(
     store: Store,
     form: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPORTS)}.")],
-    out: Annotated[Path, typer.Argument(help="File to write.")],
+    out: Annotated[Path, typer.Argument(help="File to write.", callback=file_to_write)],
     window: Window = None,
 ) -> None:
     """Write the routes of a window in the form of a training framework."""
@@ -188,11 +192,13 @@ def import_file(
     task: Annotated[str, typer.Option(help="Task label, for files that do not say.")] = "",
     weights: Annotated[str, typer.Option(help="Weights version, for files that do not say.")] = "",
 ) -> None:
-    """Append routes from a file of another form to a store."""
-    opened = ReplayStore(store) if model is None else ReplayStore.create(store, _model(model))
-    with opened.writer() as writer, progress(Console()) as bar:
-        routes = import_records(source, form, opened.model, prompt_tokens, task=task, weights_version=weights)
-        for record in bar.track(routes, description="append"):
+    """Append routes from a file of another form to a store: all of them, or none where one is refused."""
+    if model is None and not store.exists():
+        raise InputError("--model", "is missing", f"EXPERTS,TOP_K,LAYERS[,FIRST_MOE_LAYER] of the new store {store}")
+    shape = ReplayStore(store).model if model is None else _model(model)
+    records = list(import_records(source, form, shape, prompt_tokens, task=task, weights_version=weights))
+    with ReplayStore.create(store, shape).writer() as writer, progress(Console()) as bar:
+        for record in bar.track(records, description="append"):
             writer.append(record)
     print(f"{store}: {writer.num_records:,} records appended, {writer.num_bytes:,} bytes")
 

@@ -19,9 +19,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from megaflux_serve.cli.command import Commands, file_to_write, folder_to_make
 from megaflux_serve.cli.moves import moves
 from megaflux_serve.durable import write_atomically
-from megaflux_serve.errors import ConfigError
+from megaflux_serve.errors import ConfigError, InputError
 from megaflux_serve.routepack.demand import Demand
 from megaflux_serve.routepack.files import load_plan, save_plan, summary
 from megaflux_serve.routepack.placement import Placement, PlacementOptions
@@ -30,7 +31,7 @@ from megaflux_serve.routepack.population import SearchOptions
 from megaflux_serve.routepack.report import PolicyReport, compare_policies
 from megaflux_serve.routepack.topology import CostModel, DenseStage, Topology, stages_from_shape
 
-app = typer.Typer(
+app = Commands(
     name="routepack",
     help="Place experts and schedule trajectories for RL training, from routing replay.",
     no_args_is_help=True,
@@ -62,10 +63,13 @@ MoveCost = Annotated[
 ]
 Communication = Annotated[float, typer.Option(help="Cost of a received token copy in routed rows; 0 leaves it out.")]
 Bubble = Annotated[bool, typer.Option("--bubble", help="Count the fill and drain of the pipeline.")]
-Png = Annotated[Path | None, typer.Option(help="Write a picture to this file.")]
+Png = Annotated[Path | None, typer.Option(help="Write a picture to this file.", callback=file_to_write)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 MetricsFile = Annotated[
-    Path | None, typer.Option(help="Add metrics of this command to a .prom file of the node exporter's collector.")
+    Path | None,
+    typer.Option(
+        help="Add metrics of this command to a .prom file of the node exporter's collector.", callback=file_to_write
+    ),
 ]
 
 
@@ -89,12 +93,15 @@ def plan(
         float, typer.Option(help="Seconds of CP-SAT for each row count that bounds leave open; needs ortools.")
     ] = 0.0,
     previous: Annotated[Path | None, typer.Option(help="Saved plan whose placement the slots hold now.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Save the plan to this new folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Save the plan to this new folder.", callback=folder_to_make)] = None,
     metrics_file: MetricsFile = None,
     png: Png = None,
     as_json: Json = False,
 ) -> None:
     """Plan one window.
+
+    Says which expert goes to which rank, and which trajectories share a cell (a micro-batch of one slot) and a row of
+    cells (a step that all slots take together), and compares the plan with other schedules.
 
     Example: megaflux routepack plan window.npz --ranks 8 --slots 8 --capacity 8192 --shape 24,2880,2880,4096
     """
@@ -107,6 +114,7 @@ def plan(
     console = Console()
     with _progress(console, as_json) as report:
         made = plan_window(demand, None, topology, options, before, progress=report)
+    policies = compare_policies(demand, made, options) if png or not as_json else []
     if out:
         save_plan(made, out)
     if metrics_file:
@@ -115,8 +123,6 @@ def plan(
 
         window_planned(made)
         add_to_textfile(metrics_file)
-    if png or not as_json:
-        policies = compare_policies(demand, made, options)
     if png:
         _draw_window(png, demand, made, policies)
     if as_json:
@@ -288,7 +294,8 @@ def _options(
 
 def _stages(stage: Sequence[str] | None, shape: str | None, capacity: int) -> tuple[DenseStage, ...]:
     if bool(stage) == bool(shape):
-        raise ConfigError("--stage", stage, "either --stage (such as attention=42.9,53.3) or --shape")
+        problem = "both are given" if stage else "neither is given"
+        raise InputError("--stage and --shape", problem, "one of them, such as --stage attention=42.9,53.3")
     if shape:
         try:
             layers, hidden, intermediate, width = (int(part) for part in shape.split(","))

@@ -90,6 +90,18 @@ def test_a_wrong_argument_is_one_line_and_status_2(store: ReplayStore, tmp_path:
     assert "at least one record that no window holds" in run("seal", store.folder, "more", status=2)
     assert "--model = '16,3'" in run("import", tmp_path, "npy", tmp_path / "new", "--model", "16,3", status=2)
     assert "--model = '16,3,4,4'" in run("import", tmp_path, "npy", tmp_path / "new", "--model", "16,3,4,4", status=2)
+    assert "--model: is missing" in run("import", tmp_path, "npy", tmp_path / "new", status=2)
+    assert "--png = " in run("stats", store.folder, "--png", tmp_path, status=2)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "model"), [("batch.npz", "8,3,4,1"), ("text.npz", "16,3,4,1"), ("missing.npz", "16,3,4,1")]
+)
+def test_an_import_that_is_refused_makes_no_store(store: ReplayStore, tmp_path: Path, source: str, model: str) -> None:
+    run("export", store.folder, "slime", tmp_path / "batch.npz")
+    (tmp_path / "text.npz").write_text("no archive")
+    run("import", tmp_path / source, "slime", tmp_path / "new", "--model", model, status=2)
     assert not (tmp_path / "new").exists()
 
 

@@ -128,11 +128,20 @@ BAD_OPTIONS = {
     ("--ranks", 2, "--layer", 7): "layer: none is called '7'; allowed: 0",
     ("--ranks", 2, "--batch-tokens", 4): "layer 0: holds totals, not tokens; allowed: routed-expert arrays for batches",
     ("--ranks", 2, "--rebin", 8): "--rebin = 8 is not allowed; allowed: only together with --tokens-per-rank",
-    ("--ranks", 2, "--tokens-per-rank", 8): "--top-k = None is not allowed; allowed: experts a token",
+    ("--ranks", 2, "--tokens-per-rank", 8): "--top-k: is missing; allowed: experts a token",
     ("--ranks", 2, "--tokens-per-rank", 0, "--top-k", 1): "--tokens-per-rank = 0 is not allowed; allowed: an integer",
     ("--ranks", 2, "--tokens-per-rank", 8, "--top-k", 0): "--top-k = 0 is not allowed; allowed: an integer",
-    ("--ranks", 2, "--gate", "{"): "--gate = '{' is not allowed; allowed: a JSON object",
-    ("--ranks", 2, "--gate", "{}"): "--gate = {} is not allowed; allowed: auto, null, integers block_ns, replica_ns",
+    ("--ranks", 2, "--tokens-per-rank", 8, "--top-k", 5): "--top-k = 5 is not allowed; allowed: 1 to the 4 experts",
+    ("--ranks", 2, "--gate", "{"): "--gate = '{' is not allowed; allowed: integers block_ns, replica_ns",
+    ("--ranks", 2, "--gate", "auto"): "--gate = 'auto' is not allowed; allowed: integers block_ns, replica_ns",
+    ("--ranks", 2, "--gate", "{}"): "--gate = '{}' is not allowed; allowed: integers block_ns, replica_ns",
+    ("--ranks", 2, "--json", "/"): "--json = '/' is not allowed; allowed: a file, in a folder that can be written",
+    (
+        "--ranks",
+        2,
+        "--png",
+        "/dev/null/a.png",
+    ): "--png = '/dev/null/a.png' is not allowed; allowed: a file, in a folder",
     ("--ranks", 2, "--transfer-cost-blocks", -1): "--transfer-cost-blocks = -1 is not allowed; allowed: an integer",
 }
 
@@ -152,6 +161,21 @@ def test_a_broken_trace_is_one_line_that_names_the_file_and_writes_nothing(count
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == f"error: {counts}: line 2: count is -1; allowed: whole numbers from 0 to 2147483647\n"
     assert not (counts.parent / "plan.json").exists()
+
+
+@pytest.mark.parametrize("batch_tokens", [0, 5])
+def test_a_batch_that_the_trace_has_not_is_refused_by_its_flag(batch_tokens: int, tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.tile(np.arange(2), (4, 1, 1)))
+    result = run(tmp_path / "ids.npy", "--ranks", 2, "--slots", 1, "--batch-tokens", batch_tokens)
+    allowed = "1 to 4, the tokens of the trace"
+    assert result.stderr == f"error: --batch-tokens = {batch_tokens} is not allowed; allowed: {allowed}\n"
+
+
+def test_help_breaks_paragraphs_where_the_terminal_ends() -> None:
+    text = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "90", "TERM": "dumb"}).stdout
+    paragraph = text.split("replication do for my routing?")[1].split("Without --gate")[0].split("\n")
+    assert max(map(len, paragraph)) <= 90
+    assert all(len(line.strip()) > 60 for line in paragraph[2:4])
 
 
 def test_the_version_and_a_help_with_examples_are_printed() -> None:

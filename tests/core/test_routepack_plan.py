@@ -348,7 +348,10 @@ def test_the_command_replays_and_compares(window_file: Path, tmp_path: Path) -> 
     [
         (["--stage", "attention"], "--stage"),
         (["--shape", "1,2,3,4"], "--stage"),
-        (["--slots", "3", "--shards", "2"], "num_shards"),
+        (["--slots", "3", "--shards", "2"], "--shards = 2"),
+        (["--ranks", "5"], "--ranks = 5"),
+        (["--out", "/dev/null/plan"], "--out = '/dev/null/plan'"),
+        (["--metrics-file", "/"], "--metrics-file = '/'"),
         (["--capacity", "50"], "lengths"),
     ],
 )

@@ -198,6 +198,8 @@ def test_an_address_is_completed(address: str, url: str) -> None:
 def test_other_servers_are_refused_in_one_line(exporter: Exporter) -> None:
     with pytest.raises(InputError, match="answers with status 404"):
         scrape(f"http://{exporter.address}/nothing")
+    with pytest.raises(InputError, match="gives no metrics: URL can't contain control characters"):
+        scrape(metrics_url("two words:1"))
     exporter.text = "up 1\n"
     with pytest.raises(InputError, match="shows no metrics of MegaFlux"):
         scrape(metrics_url(exporter.address))

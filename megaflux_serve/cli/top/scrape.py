@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 
 from megaflux_serve.errors import InputError
 from megaflux_serve.metrics.catalogue import PREFIX, Kind, Metric
@@ -113,7 +114,7 @@ def scrape(url: str) -> Scrape:
         families = list(text_string_to_metric_families(text))
     except urllib.error.HTTPError as error:
         raise InputError(url, f"answers with status {error.code}", "the metrics of a server") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise InputError(
             url, f"gives no metrics: {reason}", "a running server, such as http://127.0.0.1:8000"
