@@ -37,10 +37,10 @@ def global_ffd(lengths: Int64Array, topology: Topology, choice: RowChoice) -> La
 def dp_local_ffd(lengths: Int64Array, topology: Topology, window: int = 0, seed: int = 42) -> Layout:
     """Base of section 4.2: every slot packs its own trajectories.
 
-    1. Consecutive groups of eight go to the slots in turn. 2. Each slot orders its trajectories by decreasing length,
-    ties shuffled, and puts each in the open cell with room that holds the fewest trajectories (ties: the earlier cell),
-    or opens one. 3. The slot with the most cells decides the row count; the others split cells until they have as many.
-    Row r is the r-th cell of every slot.
+    1. Consecutive groups of eight, of fewer where a slot would get none, go to the slots in turn. 2. Each slot orders
+    its trajectories by decreasing length, ties shuffled, and puts each in the open cell with room that holds the fewest
+    trajectories (ties: the earlier cell), or opens one. 3. The slot with the most cells decides the row count; the
+    others split cells until they have as many. Row r is the r-th cell of every slot.
 
     Args:
         lengths: int64 [N].
@@ -54,7 +54,8 @@ def dp_local_ffd(lengths: Int64Array, topology: Topology, window: int = 0, seed:
     slots = topology.num_slots
     shuffled = np.random.default_rng((seed, window)).permutation(lengths.size)
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
-    slot_of = np.arange(lengths.size) // GROUP_SIZE % slots  # step 1
+    group = min(GROUP_SIZE, max(1, lengths.size // slots))
+    slot_of = np.arange(lengths.size) // group % slots  # step 1
     packed = [
         _fewest_first(lengths, order[slot_of[order] == slot], topology.capacity) for slot in range(slots)
     ]  # step 2

@@ -167,6 +167,11 @@ def test_dp_local_ffd_by_hand() -> None:
     assert second == [[5, 5], [5, 5], [1, 1, 1, 1]]
 
 
+def test_dp_local_ffd_leaves_no_slot_empty_in_a_small_window() -> None:
+    rows = dp_local_ffd(np.array([9, 8, 7, 6, 5, 4, 3]), Topology(2, 3, 20)).rows()
+    assert rows == [[[0, 1, 6], [2, 3], [4, 5]]]  # groups of two, since groups of eight would be one
+
+
 def test_slime_packs_in_order_of_arrival_and_splits_the_fullest() -> None:
     lengths = np.array([6, 3, 6, 4, 6])
     rows = slime_schedule(lengths, Topology(2, 2, 10)).rows()
