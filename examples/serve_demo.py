@@ -3,7 +3,8 @@
 Two engine processes (data parallel, experts spread over both) answer prompts of several kinds over HTTP. A stock vLLM
 server answers the same prompts; in float32 the tokens must be equal. The plan log then says, layer by layer, how skewed
 the routing was and how far replicas evened out the load of the two ranks. The routes of all requests were captured
-meanwhile and are sealed as a window for RL training. Everything goes to ``out/demo``.
+meanwhile and are sealed as a window for RL training. Everything goes to ``out/demo``, and to ``out/serve`` with
+``--serve``.
 
     python examples/serve_demo.py            the demonstration
     python examples/serve_demo.py --serve    only the server, left running
@@ -41,6 +42,7 @@ from megaflux_serve.durable import write_atomically
 PROJECT = Path(__file__).resolve().parents[1]
 CHECKPOINT = PROJECT / "models" / "tiny-moe"
 OUT = PROJECT / "out" / "demo"
+OUT_SERVE = PROJECT / "out" / "serve"
 PLAN_LOG = OUT / "plan.jsonl"
 PICTURE = OUT / "loads.png"
 REPLAY = OUT / "replay"
@@ -88,13 +90,16 @@ def main() -> None:
 
 def serve(port: int) -> None:
     """Leave the MegaFlux server running until Ctrl-C."""
-    with megaflux_server(port) as server:
+    with megaflux_server(port, OUT_SERVE) as server:
         wait_for(server)
         request = json.dumps({"model": MODEL, "prompt": "12 + 30 =", "max_tokens": 4, "temperature": 0})
         url = f"http://127.0.0.1:{server.port}"
         console.print(f"serving on {url}; stop with Ctrl-C. Try it:\n")
         console.print(f"  curl -s {url}/v1/completions -H 'Content-Type: application/json' -d '{request}'\n")
-        console.print(f"server log: {server.log}\nplan log:   {PLAN_LOG} (one JSON line a layer and batch)")
+        console.print(f"  .venv/bin/megaflux top 127.0.0.1:{server.port}\n")
+        console.print(f"server log: {server.log}")
+        console.print(f"plan log:   {OUT_SERVE / PLAN_LOG.name} (one JSON line a layer and batch)")
+        console.print(f"replay:     {OUT_SERVE / REPLAY.name} (routes of finished requests)")
         raise server.failure(f"ended with status {server.process.wait()}")
 
 
@@ -128,9 +133,7 @@ def megaflux_server(port: int | None, folder: Path = OUT) -> Server:
         port: None takes a free one.
         folder: of its log, its plan log and its replay store, which are begun anew.
     """
-    (folder / PLAN_LOG.name).unlink(missing_ok=True)  # plans and records are appended
     replay = folder / REPLAY.name
-    shutil.rmtree(replay, ignore_errors=True)
     options = {
         "replica_slots": REPLICA_SLOTS,
         "block_rows": BLOCK_ROWS,
@@ -139,7 +142,10 @@ def megaflux_server(port: int | None, folder: Path = OUT) -> Server:
     }
     arguments = ["--moe-backend", "megaflux", "--enable-expert-parallel", "--data-parallel-size", "2"]
     arguments += ["--additional-config", json.dumps({"megaflux": options})]
-    return Server("MegaFlux", CHECKPOINT, arguments, folder / "megaflux.log", port)
+    server = Server("MegaFlux", CHECKPOINT, arguments, folder / "megaflux.log", port)
+    (folder / PLAN_LOG.name).unlink(missing_ok=True)  # plans and records are appended
+    shutil.rmtree(replay, ignore_errors=True)
+    return server
 
 
 def wait_for(server: Server) -> None:

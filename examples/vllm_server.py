@@ -75,10 +75,13 @@ class Server:
         arguments: further arguments of ``vllm serve``.
         log: file that gets everything the server prints; overwritten.
         port: to listen on at 127.0.0.1; None takes a free one.
+
+    Raises:
+        ServerError: there is no ``vllm`` command, or the port is taken.
     """
 
     def __init__(self, name: str, model: Path, arguments: Sequence[str], log: Path, port: int | None = None) -> None:
-        self.name, self.log, self.port = name, log, port or free_port()
+        self.name, self.log, self.port = name, log, free_port(port or 0)
         self.command = [vllm_command(), "serve", str(model), "--served-model-name", MODEL]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port), "--api-server-count", "1"]
         self.command += ["--dtype", "float32", "--enforce-eager", *arguments]
@@ -216,8 +219,16 @@ def vllm_command() -> str:
     return command
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now."""
+def free_port(port: int = 0) -> int:
+    """A port of 127.0.0.1 that nobody listens on now: the one asked for, or with 0 any.
+
+    Raises:
+        ServerError: the port is taken, or is none.
+    """
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that has just ended is not in the way
+        try:
+            probe.bind(("127.0.0.1", port))
+        except (OSError, OverflowError) as error:
+            raise ServerError(f"port {port} of 127.0.0.1 cannot be used ({error}); --port takes another") from error
         return int(probe.getsockname()[1])

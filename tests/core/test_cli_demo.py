@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -117,6 +118,19 @@ def test_the_server_is_stopped_whatever_happens(
     with pytest.raises((vllm_server.ServerError, KeyboardInterrupt), match=error):
         use()
     assert not is_running(child_of(server))
+
+
+def test_a_server_on_a_taken_port_is_refused_before_anything_is_removed(stand_in: Path) -> None:
+    (stand_in / "plan.jsonl").write_text("of the server that runs")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(vllm_server.ServerError, match=f"port {port} of 127.0.0.1 cannot be used .*; --port takes"):
+            serve_demo.megaflux_server(port, stand_in)
+    assert (stand_in / "plan.jsonl").exists()
+    assert serve_demo.megaflux_server(port, stand_in).port == port
+    assert not (stand_in / "plan.jsonl").exists()
 
 
 def test_without_vllm_the_demonstration_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
