@@ -10,6 +10,7 @@ kept.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from itertools import count
@@ -40,8 +41,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=9401, help="of the metrics, at 127.0.0.1 (default: 9401)")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between windows (default: 10)")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(train, args=(f"{folder}/ranks", args), nprocs=TOPOLOGY.num_ranks)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(train, args=(f"{folder}/ranks", args), nprocs=TOPOLOGY.num_ranks)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def train(rank: int, meeting: str, args: argparse.Namespace) -> None:
