@@ -17,9 +17,17 @@ from megaflux_sglang.choice import num_routed_experts, settle
 from megaflux_sglang.options import megaflux_config, named_as_written
 
 DTYPES = ("float32", "bfloat16")
-# Model classes that hand a rank its own rows and take them back finished when the backend is of DeepEP's kind. Others
-# would reduce finished rows once more, without an error.
-ARCHITECTURES = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+# Model classes that, with a backend of DeepEP's kind, hand a rank its own rows and take them back finished: no second
+# reduction, shared experts whole and added once, the factor on the routed part applied by the model, idle ranks called.
+# A test serves each of them. Others reduce finished rows once more, without an error, or fail in other ways.
+ARCHITECTURES = (
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+)
 
 OFF = (False, None)
 # ServerArgs field: (values that are served, why others are not, what to do instead). A release without a field has not
@@ -39,10 +47,13 @@ SERVED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "dcp_size": ((1,), "rows split by context are not tested", "use data or tensor parallelism"),
     "pp_size": ((1,), "pipeline stages are not tested", "use data or tensor parallelism"),
     "speculative_algorithm": (OFF, "layers of a draft model are not tested", "drop it"),
+    "enable_pdmux": (OFF, "two batches would be computed at once in one workspace", "drop it"),
+    "enable_torch_compile": (OFF, "a compiled model around the layer is not tested", "drop it"),
     "enable_lora": (OFF, "adapters of routed experts are not computed", "merge the adapter into the checkpoint"),
     "quantization": (OFF, f"experts are computed in {' or '.join(DTYPES)}", "serve a checkpoint that is not quantized"),
     "kt_weight_path": (OFF, "experts on the CPU are not served", "drop it"),
     "cpu_offload_gb": ((0,), "expert weights have to stay where peers can read them", "drop it"),
+    "offload_group_size": ((-1,), "expert weights have to stay where peers can read them", "drop it"),
     "enable_memory_saver": (OFF, "expert weights have to stay where peers can read them", "drop it"),
     "weight_cache_mode": (("off",), "expert weights would be shared with another process", "drop it"),
     "model_impl": (("auto", "sglang"), "other implementations bring experts of their own", "drop it"),
@@ -82,6 +93,8 @@ def check_arguments(server_args: Any) -> None:
         if value not in served:
             flag = f"--{field.replace('_', '-')}"
             raise UnsupportedError(flag if value is True else f"{flag} {value}", f"with {FLAGS}, {reason}", instead)
+    if server_args.tp_size < 2:  # there is no peer to help, and SGLang 0.5.16 and 0.5.17 fail on such a server
+        raise ConfigError("--tp-size", server_args.tp_size, f"2 or more with {FLAGS}")
     if server_args.ep_size != server_args.tp_size:
         raise ConfigError("--ep-size", server_args.ep_size, f"{server_args.tp_size}, as --tp-size, with {FLAGS}")
 

@@ -69,7 +69,7 @@ def rows_a_rank(server_args: Any) -> int:
 def gate_costs(server_args: Any) -> GateCosts:
     """Costs of the model's experts on this machine, said in the log."""
     config = server_args.get_model_config().hf_text_config
-    costs, source = costs_here(config.hidden_size, config.moe_intermediate_size)
+    costs, source = costs_here(config.hidden_size, expert_size(config))
     LOGGER.info("gate: %s costs %s", source, asdict(costs))
     return costs
 
@@ -100,11 +100,13 @@ def machine_obstacle(server_args: Any) -> str | None:
 
     if server_args.device != "cuda" or not torch.cuda.is_available():
         return "this machine has no NVIDIA GPU"
-    devices = range(server_args.base_gpu_id, server_args.base_gpu_id + server_args.tp_size)
-    if server_args.nnodes > 1 or devices.stop > torch.cuda.device_count():
+    first, step = server_args.base_gpu_id, server_args.gpu_id_step
+    devices = range(first, first + step * server_args.tp_size, step)
+    if server_args.nnodes > 1 or devices[-1] >= torch.cuda.device_count():
         return f"its {server_args.tp_size} ranks are not on one node"
-    if any(torch.cuda.get_device_capability(device)[0] != 9 for device in devices):
-        return f"{torch.cuda.get_device_name(devices[0])} is not of the Hopper generation"
+    others = [device for device in devices if torch.cuda.get_device_capability(device)[0] != 9]
+    if others:
+        return f"{torch.cuda.get_device_name(others[0])} is not of the Hopper generation"
     if find_spec("cutlass") is None:
         return "the kernel language is not installed (extra gpu)"
     if not all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b):
@@ -127,7 +129,7 @@ def check_megakernel(server_args: Any, options: MegaFluxConfig) -> None:
         num_routed_experts(config),
         options.replica_slots if num_ranks > 1 else 0,
         config.hidden_size,
-        config.moe_intermediate_size,
+        expert_size(config),
         config.num_experts_per_tok,
         options.max_tokens or 1,
     )
@@ -138,4 +140,17 @@ def num_routed_experts(config: Any) -> int:
     return int(getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None) or 0)
 
 
-__all__ = ["check_megakernel", "machine_obstacle", "num_routed_experts", "obstacle", "rows_a_rank", "settle"]
+def expert_size(config: Any) -> int:
+    """I of a model's configuration; where all layers are of one kind, it has no name of its own."""
+    return int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+
+
+__all__ = [
+    "check_megakernel",
+    "expert_size",
+    "machine_obstacle",
+    "num_routed_experts",
+    "obstacle",
+    "rows_a_rank",
+    "settle",
+]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ SHARED_EXPERTS = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+ROUTER_BIAS = 0.1  # its deviation, where scores lie between 0 and 1: it changes which experts are chosen
 LOGIT_SCALE = 0.1  # times sqrt(H) is the deviation of the logits: the best token leads by far more than BF16 rounds
 
 
@@ -99,11 +101,27 @@ def write_shared_experts(folder: Path) -> Path:
     Args:
         folder: made.
     """
-    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+    return write_random(folder, "Qwen2Moe", SHARED_EXPERTS)
+
+
+def write_random(folder: Path, family: str, sizes: dict[str, Any]) -> Path:
+    """A checkpoint in float32 as transformers draws it, with tiny-moe's tokenizer; routers' biases are drawn too.
+
+    Args:
+        folder: made.
+        family: of the model's classes in transformers, such as ``Qwen2Moe``.
+        sizes: of its configuration.
+    """
+    import transformers
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        Qwen2MoeForCausalLM(Qwen2MoeConfig(**SHARED_EXPERTS)).float().save_pretrained(folder)
+        config = getattr(transformers, f"{family}Config")(**sizes)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.normal_(std=ROUTER_BIAS)
+    model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_MOE / name, folder)
     return folder
@@ -131,4 +149,11 @@ def write_neighbours(checkpoint: Path, folder: Path) -> Path:
     return folder
 
 
-__all__ = ["QWEN3_30B_A3B", "write_checkpoint", "write_neighbours", "write_shared_experts"]
+__all__ = [
+    "QWEN3_30B_A3B",
+    "SHARED_EXPERTS",
+    "write_checkpoint",
+    "write_neighbours",
+    "write_random",
+    "write_shared_experts",
+]

@@ -28,6 +28,8 @@ ENVIRONMENT = {
 }
 FLAGS = ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--mem-fraction-static", "0.6"]
 FLAGS += ["--max-total-tokens", "4096", "--context-length", "256", "--skip-server-warmup"]
+# How attention is spread over two ranks.
+ATTENTION = {"tensor parallel": [], "data parallel": ["--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head"]}
 MEGAFLUX = ["--moe-a2a-backend", "megaflux", "--moe-runner-backend", "megaflux"]
 
 needs_sglang = pytest.mark.skipif(not PYTHON, reason="needs an environment with SGLang; make test-sglang has one")

@@ -6,6 +6,7 @@ flags and hooks are the real ones, and the stand-in's contract is held against t
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import logging
@@ -22,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 from megaflux_kernels.totals_map import Total
-from megaflux_sglang import backend, checks, choice, failures, metrics, options, versions, weights
+from megaflux_sglang import backend, capture, checks, choice, failures, metrics, options, versions, weights
 
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError, MegafluxError, UnsupportedError
@@ -202,6 +203,7 @@ def server_args(served: Any = None, **changes: Any) -> Any:
         "max_running_requests": None,
         "nnodes": 1,
         "base_gpu_id": 0,
+        "gpu_id_step": 1,
         "served_model_name": "tiny",
         "enable_metrics": False,
         "get_model_config": lambda: served or model(),
@@ -229,6 +231,10 @@ def test_a_server_with_both_flags_and_a_known_model_is_served() -> None:
         ({"quantization": "fp8"}, "--quantization fp8"),
         ({"enable_lora": True}, "--enable-lora"),
         ({"enable_memory_saver": True}, "--enable-memory-saver"),
+        ({"enable_pdmux": True}, "--enable-pdmux: with .* two batches would be computed at once"),
+        ({"enable_torch_compile": True}, "--enable-torch-compile"),
+        ({"offload_group_size": 2}, "--offload-group-size 2"),
+        ({"tp_size": 1, "ep_size": 1}, "--tp-size = 1 is not allowed; allowed: 2 or more"),
         ({"ep_size": 1}, "--ep-size = 1 is not allowed; allowed: 2, as --tp-size"),
         ({"json_model_override_args": '{"megaflux": {"replica_slots": 9}}'}, r"megaflux\.replica_slots = 9"),
         ({"json_model_override_args": '{"megaflux": {"max_tokens": 100}}'}, "at least 2048"),
@@ -304,6 +310,44 @@ def test_captured_graphs_are_read_from_sglangs_own_configuration(decode: str, pr
     config = CudaGraphConfig(decode=PhaseConfig(backend=decode), prefill=PhaseConfig(backend=prefill))
     assert choice.uses_graphs(server_args(device="cuda", cuda_graph_config=config)) is captured
     assert not choice.uses_graphs(server_args(device="cpu", cuda_graph_config=config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "obstacle"),
+    [
+        ({}, None),
+        ({"base_gpu_id": 2}, "NVIDIA B200 is not of the Hopper generation"),
+        ({"base_gpu_id": 3}, "its 2 ranks are not on one node"),
+        ({"gpu_id_step": 3}, None),
+        ({"gpu_id_step": 2}, "NVIDIA B200 is not of the Hopper generation"),
+        ({"nnodes": 2}, "its 2 ranks are not on one node"),
+        ({"device": "cpu"}, "this machine has no NVIDIA GPU"),
+    ],
+)
+def test_the_machine_is_asked_about_the_gpus_that_sglang_takes(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], obstacle: str | None
+) -> None:
+    names = ["NVIDIA H200", "NVIDIA H200", "NVIDIA B200", "NVIDIA H200"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 if "H200" in names[device] else 10, 0))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    monkeypatch.setattr(choice, "find_spec", lambda name: object())
+    assert choice.machine_obstacle(server_args(**({"device": "cuda"} | changes))) == obstacle
+
+
+@on_sglang
+def test_every_flag_that_is_checked_is_one_of_sglangs_and_served_by_default() -> None:
+    if versions.release(versions.engine_version()) < (0, 5, 17):
+        pytest.skip("earlier releases have not all of the flags")
+    from sglang.srt.server_args import ServerArgs
+
+    defaults = {field.name: field.default for field in dataclasses.fields(ServerArgs)}
+    tables = (checks.SERVED_ARGUMENTS, capture.KNOWN_ROUTES)
+    for field, (served, *_) in (entry for table in tables for entry in table.items()):
+        assert defaults[field] in served, field
+    assert {"base_gpu_id", "gpu_id_step", "nnodes", "cuda_graph_config"} <= set(defaults)
 
 
 @on_sglang

@@ -1,5 +1,6 @@
-"""SGLang against a plain transformers forward, where SGLang's own backend cannot be the reference: a model with shared
-experts, which SGLang itself does not run on a CPU, and weights that a training framework hands to the offline engine.
+"""SGLang against a plain transformers forward, where SGLang's own backend cannot be the reference: every class of
+models that is served, most of which SGLang itself does not run on a CPU, and weights that a training framework hands
+to the offline engine.
 """
 
 from __future__ import annotations
@@ -7,14 +8,16 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from megaflux_sglang.checks import ARCHITECTURES
 
 from tests.plugins.engine_runs import NUM_TOKENS, PROMPTS, TINY_MOE
 from tests.plugins.processes import run_script
-from tests.plugins.random_moe import write_neighbours, write_shared_experts
-from tests.plugins.sglang_runs import ENVIRONMENT, MEGAFLUX, PYTHON, needs_sglang, serve
+from tests.plugins.random_moe import write_neighbours, write_random
+from tests.plugins.sglang_models import MODELS
+from tests.plugins.sglang_runs import ATTENTION, ENVIRONMENT, MEGAFLUX, PYTHON, needs_sglang, serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500), needs_sglang]
 
@@ -24,17 +27,34 @@ ENGINE |= {"device": "cpu", "attention_backend": "torch_native", "dtype": "float
 ENGINE |= {"max_total_tokens": 4096}
 
 
-def test_shared_experts_are_added_once_for_data_parallel_ranks(tmp_path: Path) -> None:
+class Checkpoint(NamedTuple):
+    """A model and the greedy tokens after each prompt."""
+
+    folder: Path
+    tokens: list[list[int]]
+
+
+def test_every_served_class_but_the_tiny_models_own_is_tested_here() -> None:
+    assert {f"{family}ForCausalLM" for family in MODELS} | {"Qwen3MoeForCausalLM"} == set(ARCHITECTURES)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A small model of each class, and its tokens in a plain forward."""
     pytest.importorskip("transformers")
     from tests.oracles.greedy_transformers import greedy_tokens
 
-    model = write_shared_experts(tmp_path / "model")
-    expected = greedy_tokens(model, PROMPTS, NUM_TOKENS)
+    folder = write_random(tmp_path_factory.mktemp("models") / request.param, request.param, MODELS[request.param])
+    return Checkpoint(folder, greedy_tokens(folder, PROMPTS, NUM_TOKENS))
 
-    flags = ["--tp-size", "2", "--ep-size", "2", "--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head"]
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_tokens_of_a_class_equal_a_plain_forward(checkpoint: Checkpoint, attention: str, tmp_path: Path) -> None:
+    flags = ["--tp-size", "2", "--ep-size", "2", *ATTENTION[attention], *MEGAFLUX]
     variables = {"MEGAFLUX_OPTIONS": MEGAFLUX_OPTIONS}
-    with serve([*flags, *MEGAFLUX], tmp_path / "server.log", variables, model) as server:
-        assert [answer["output_ids"] for answer in server.generate_together(PROMPTS)] == expected
+    with serve(flags, tmp_path / "server.log", variables, checkpoint.folder) as server:
+        assert [server.complete(prompt) for prompt in PROMPTS[:3]] == checkpoint.tokens[:3]  # data-parallel: one idles
+        assert [answer["output_ids"] for answer in server.generate_together(PROMPTS)] == checkpoint.tokens
 
 
 def test_tensors_of_a_training_framework_reach_every_replica(tmp_path: Path) -> None:

@@ -14,14 +14,13 @@ import pytest
 from tests.plugins.engine_runs import PROMPTS, TINY_MOE
 from tests.plugins.random_moe import write_neighbours
 from tests.plugins.scrapes import missing, scrape, total
-from tests.plugins.sglang_runs import MEGAFLUX, Server, needs_sglang, serve
+from tests.plugins.sglang_runs import ATTENTION, MEGAFLUX, Server, needs_sglang, serve
 
 pytest.importorskip("safetensors.torch")
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800), needs_sglang]
 
 TWO_RANKS = ["--tp-size", "2", "--ep-size", "2", "--enable-return-routed-experts", "--enable-metrics", *MEGAFLUX]
-ATTENTION = {"tensor parallel": [], "data parallel": ["--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head"]}
 
 
 @pytest.fixture(scope="module")

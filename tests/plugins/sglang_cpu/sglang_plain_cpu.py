@@ -37,6 +37,20 @@ def register() -> None:
         HookType.REPLACE,
     )
     HookRegistry.register("sglang.srt.layers.moe.topk.TopK.forward_native", with_padding, HookType.AROUND)
+    HookRegistry.register("sglang.srt.layers.dp_attention.memcpy_triton", copy_rows, HookType.REPLACE)
+    HookRegistry.register(
+        "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler",
+        absorbed_attention,
+        HookType.REPLACE,
+    )
+    HookRegistry.register(
+        "sglang.srt.models.minimax_m2.MiniMaxM2QKRMSNorm._forward_naive", norms_in_pytorch, HookType.REPLACE
+    )
+
+
+def norms_in_pytorch(norms: Any, queries: Any, keys: Any) -> Any:
+    """Instead of kernels for MiniMax-M2's norms, which reach over the heads of all attention ranks."""
+    return norms._forward_cpu(queries, keys)
 
 
 def without_pinned_memory() -> None:
@@ -72,6 +86,24 @@ def collective(name: str) -> Callable[..., Any]:
     return run
 
 
+def copy_rows(output: Any, given: Any, dim: int, offset: Any, size: Any, offset_src: bool) -> None:
+    """Instead of a kernel for dense layers of data-parallel ranks: copy ``size`` rows from or to ``offset``."""
+    if dim != 0:
+        raise NotImplementedError(f"rows along dimension {dim}")
+    whole, rows = slice(0, int(size)), slice(int(offset), int(offset) + int(size))
+    output[whole if offset_src else rows] = given[rows if offset_src else whole]
+
+
+def absorbed_attention(registry: type, backend: str) -> Callable[..., Any]:
+    """Instead of a backend's choice of how latent attention runs: always on the latents themselves.
+
+    For prompts the choice is a form that hands keys and values to the backend, which reads the cache instead.
+    """
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    return lambda attention, batch: AttnForwardMethod.MLA
+
+
 def with_padding(original: Callable[..., Any], self: Any, *args: Any, num_token_non_padded: Any = None, **kwargs: Any):
     """Around the router in PyTorch, which cannot mark rows of padding: mark them as the router on GPUs does."""
     import torch
@@ -104,6 +136,15 @@ def __getattr__(name: str) -> Any:
             from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
             return MHATokenToKVPool
+
+        def get_mla_kv_pool_cls(self) -> type:
+            from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+            class Pool(MLATokenToKVPool):
+                def __init__(self, *args: Any, index_head_dim: None, **kwargs: Any) -> None:
+                    super().__init__(*args, **kwargs)
+
+            return Pool
 
         def get_paged_allocator_cls(self) -> type:
             from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
