@@ -46,6 +46,18 @@ class Series:
     values: tuple[float, ...]
 
 
+def prometheus_command() -> str:
+    """The ``prometheus`` that is there.
+
+    Raises:
+        PrometheusError: there is none.
+    """
+    command = program("prometheus")
+    if command is None:
+        raise PrometheusError("no prometheus program; make prometheus fetches it where the distribution has one")
+    return command
+
+
 def program(name: str) -> str | None:
     """Path of ``prometheus`` or ``promtool``: what scripts/fetch_prometheus.py fetched, or the one on the PATH."""
     fetched = Path(sys.prefix) / "prometheus" / name
@@ -71,9 +83,7 @@ class Prometheus:
     """
 
     def __init__(self, config: dict[str, Any], folder: Path, port: int | None = None) -> None:
-        command = program("prometheus")
-        if command is None:
-            raise PrometheusError("no prometheus program; make prometheus fetches it where the distribution has one")
+        command = prometheus_command()
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self.folder, self.url = folder, f"http://127.0.0.1:{port or free_port()}"

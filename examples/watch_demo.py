@@ -23,7 +23,7 @@ from pathlib import Path
 
 from dashboards.picture import draw
 from dashboards.queries import dashboards
-from examples.prometheus_server import Prometheus, PrometheusError, config_for
+from examples.prometheus_server import Prometheus, PrometheusError, config_for, prometheus_command
 from examples.serve_demo import MAX_TOKENS, REPLAY, console, megaflux_server, prompts, wait_for
 from examples.vllm_server import Server, ServerError, free_port
 from megaflux_serve.durable import write_atomically
@@ -74,6 +74,7 @@ def watched() -> Iterator[Watched]:
     Raises:
         ServerError, PrometheusError: one of them did not start.
     """
+    prometheus_command()  # before the server takes its minute
     trainer_port = free_port()
     with megaflux_server(None, OUT) as server:
         config = config_for(

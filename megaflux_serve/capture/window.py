@@ -106,11 +106,15 @@ def open_window(store: ReplayStore, name: str | None = None) -> SealedWindow:
 
     Raises:
         ConfigError: there is no such window.
-        InputError: it is damaged.
+        InputError: there is no window at all, or it is damaged.
     """
     names = window_names(store)
-    if not names or (name is not None and name not in names):
-        raise ConfigError("window", name, f"one of {', '.join(names)}" if names else "a sealed window; there is none")
+    if not names:
+        raise InputError(
+            str(store.folder), "holds no sealed window", "a store with one, as megaflux replay seal makes it"
+        )
+    if name is not None and name not in names:
+        raise ConfigError("window", name, f"one of {', '.join(names)}")
     manifest = read_manifest(store, name or names[-1])
     folder = store.folder / "windows" / (name or names[-1])
     arrays = {file: _array(folder / file, digest) for file, digest in manifest["arrays"].items()}

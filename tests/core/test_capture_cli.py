@@ -85,7 +85,9 @@ def test_a_wrong_argument_is_one_line_and_status_2(store: ReplayStore, tmp_path:
     assert "window = 'none' is not allowed; allowed: one of step-7" in run(
         "stats", store.folder, "--window", "none", status=2
     )
-    assert "ranks = 5" in run("stats", store.folder, "--ranks", 5, status=2)
+    empty = ReplayStore.create(tmp_path / "empty", MODEL).folder
+    assert f"{empty}: holds no sealed window" in run("stats", empty, status=2)
+    assert "--ranks = 5" in run("stats", store.folder, "--ranks", 5, status=2)
     assert "form = 'csv'" in run("export", store.folder, "csv", tmp_path / "x", status=2)
     assert "at least one record that no window holds" in run("seal", store.folder, "more", status=2)
     assert "--model = '16,3'" in run("import", tmp_path, "npy", tmp_path / "new", "--model", "16,3", status=2)
