@@ -27,6 +27,7 @@ ARCHITECTURES = (
     "Glm4MoeLiteForCausalLM",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
+    "MiniMaxM2ForCausalLM",
 )
 
 OFF = (False, None)

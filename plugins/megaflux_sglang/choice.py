@@ -141,7 +141,7 @@ def num_routed_experts(config: Any) -> int:
 
 
 def expert_size(config: Any) -> int:
-    """I of a model's configuration; where all layers are of one kind, it has no name of its own."""
+    """I of a model's configuration, whose experts have the size of its layers where they have none of their own."""
     return int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
 
 

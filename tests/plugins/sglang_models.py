@@ -64,7 +64,29 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"topk_method": "group_limited_greedy", "scoring_func": "softmax", "norm_topk_prob": False}
     | {"n_shared_experts": 2, "routed_scaling_factor": 2.0},
     "DeepseekV3": COMMON | LATENT_ATTENTION | BIASED | TWO_OF_FOUR_GROUPS | {"routed_scaling_factor": 2.5},
+    "MiniMaxM2": {
+        "vocab_size": 1024,
+        "hidden_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 64,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 4,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.1,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
 }
 """Sizes by the name of the class's family in transformers."""
 
-__all__ = ["MODELS"]
+WITHOUT_DP_LM_HEAD = "MiniMaxM2"
+"""Its class takes no notice of --enable-dp-lm-head, and SGLang 0.5.17 then gives wrong tokens with any backend."""
+
+__all__ = ["MODELS", "WITHOUT_DP_LM_HEAD"]

@@ -312,6 +312,14 @@ def test_captured_graphs_are_read_from_sglangs_own_configuration(decode: str, pr
     assert not choice.uses_graphs(server_args(device="cpu", cuda_graph_config=config))
 
 
+def test_sizes_of_a_model_have_several_names() -> None:
+    assert choice.num_routed_experts(SimpleNamespace(n_routed_experts=256, num_experts=None)) == 256
+    assert choice.num_routed_experts(SimpleNamespace(num_experts=128)) == 128
+    assert choice.num_routed_experts(SimpleNamespace(intermediate_size=64)) == 0
+    assert choice.expert_size(SimpleNamespace(moe_intermediate_size=768, intermediate_size=6144)) == 768
+    assert choice.expert_size(SimpleNamespace(intermediate_size=1536)) == 1536
+
+
 @pytest.mark.parametrize(
     ("changes", "obstacle"),
     [

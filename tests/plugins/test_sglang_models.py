@@ -16,7 +16,7 @@ from megaflux_sglang.checks import ARCHITECTURES
 from tests.plugins.engine_runs import NUM_TOKENS, PROMPTS, TINY_MOE
 from tests.plugins.processes import run_script
 from tests.plugins.random_moe import write_neighbours, write_random
-from tests.plugins.sglang_models import MODELS
+from tests.plugins.sglang_models import MODELS, WITHOUT_DP_LM_HEAD
 from tests.plugins.sglang_runs import ATTENTION, ENVIRONMENT, MEGAFLUX, PYTHON, needs_sglang, serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500), needs_sglang]
@@ -30,6 +30,7 @@ ENGINE |= {"max_total_tokens": 4096}
 class Checkpoint(NamedTuple):
     """A model and the greedy tokens after each prompt."""
 
+    family: str
     folder: Path
     tokens: list[list[int]]
 
@@ -45,12 +46,14 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     from tests.oracles.greedy_transformers import greedy_tokens
 
     folder = write_random(tmp_path_factory.mktemp("models") / request.param, request.param, MODELS[request.param])
-    return Checkpoint(folder, greedy_tokens(folder, PROMPTS, NUM_TOKENS))
+    return Checkpoint(request.param, folder, greedy_tokens(folder, PROMPTS, NUM_TOKENS))
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_tokens_of_a_class_equal_a_plain_forward(checkpoint: Checkpoint, attention: str, tmp_path: Path) -> None:
     flags = ["--tp-size", "2", "--ep-size", "2", *ATTENTION[attention], *MEGAFLUX]
+    if checkpoint.family == WITHOUT_DP_LM_HEAD:
+        flags = [flag for flag in flags if flag != "--enable-dp-lm-head"]
     variables = {"MEGAFLUX_OPTIONS": MEGAFLUX_OPTIONS}
     with serve(flags, tmp_path / "server.log", variables, checkpoint.folder) as server:
         assert [server.complete(prompt) for prompt in PROMPTS[:3]] == checkpoint.tokens[:3]  # data-parallel: one idles
