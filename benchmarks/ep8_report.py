@@ -219,6 +219,8 @@ def main() -> None:
     parser.add_argument("results", type=Path, help="the file to write")
     parser.add_argument("runs", type=Path, nargs="+", help="files of bench_layer_ep8")
     options = parser.parse_args()
+    if missing := [str(path) for path in options.runs if not path.is_file()]:
+        parser.error(f"runs: {', '.join(missing)} is no file; allowed: files that bench_layer_ep8 has written")
     together = options.results.with_name(f"{options.results.stem}_runs.json")
     merge_results(together, options.runs)
     runs = read_results(together)

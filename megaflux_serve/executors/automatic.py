@@ -31,4 +31,17 @@ def automatic_executor(obstacle: Callable[[], str | None], num_ranks: int, logge
     return on_host
 
 
-__all__ = ["automatic_executor"]
+def require_megakernel(obstacle: Callable[[], str | None]) -> None:
+    """Refuse the megakernel, asked for by name, where it cannot run: before an engine starts its processes.
+
+    Args:
+        obstacle: as of ``automatic_executor``.
+
+    Raises:
+        ConfigError, UnsupportedError: what stands in the way.
+    """
+    if (reason := obstacle()) is not None:
+        raise UnsupportedError("executor = 'megakernel'", reason, "leave it out, and the log says what runs instead")
+
+
+__all__ = ["automatic_executor", "require_megakernel"]

@@ -14,7 +14,7 @@ from typing import Any
 
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError
-from megaflux_serve.executors.automatic import automatic_executor
+from megaflux_serve.executors.automatic import automatic_executor, require_megakernel
 from megaflux_serve.executors.limits import check_options, layer_shape
 from megaflux_serve.planning.calibration import costs_here
 from megaflux_serve.planning.gate import GateCosts
@@ -42,7 +42,7 @@ def settle(server_args: Any, options: MegaFluxConfig) -> MegaFluxConfig:
         raise ConfigError("max_tokens", options.max_tokens, allowed)
     options = options.model_copy(update={"max_tokens": options.max_tokens or rows})
     if options.executor == "megakernel":
-        check_megakernel(server_args, options)
+        require_megakernel(partial(obstacle, server_args, options))
     elif options.executor == "auto":
         executor = automatic_executor(partial(obstacle, server_args, options), server_args.tp_size, LOGGER)
         options = options.model_copy(update={"executor": executor})

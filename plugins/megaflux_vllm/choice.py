@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError
-from megaflux_serve.executors.automatic import automatic_executor
+from megaflux_serve.executors.automatic import automatic_executor, require_megakernel
 from megaflux_serve.executors.limits import check_options, layer_shape
 from megaflux_serve.planning.calibration import costs_here
 from megaflux_serve.planning.gate import GateCosts
@@ -48,7 +48,7 @@ def settle(config: VllmConfig, options: MegaFluxConfig, num_ranks: int) -> MegaF
         raise ConfigError("max_tokens", options.max_tokens, allowed)
     options = options.model_copy(update={"max_tokens": options.max_tokens or rows})
     if options.executor == "megakernel":
-        check_megakernel(config, options, num_ranks)
+        require_megakernel(partial(obstacle, config, options, num_ranks))
     elif options.executor == "auto":
         executor = automatic_executor(partial(obstacle, config, options, num_ranks), num_ranks, LOGGER)
         options = options.model_copy(update={"executor": executor})

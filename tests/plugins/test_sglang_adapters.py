@@ -281,6 +281,8 @@ def test_auto_is_the_megakernel_only_where_it_can_run(monkeypatch: pytest.Monkey
     large = model(dtype=torch.bfloat16, hidden_size=2048, moe_intermediate_size=768, num_experts=128)
     args = server_args(large)
     assert choice.settle(args, MegaFluxConfig()).executor == "staged"
+    with pytest.raises(UnsupportedError, match="executor = 'megakernel': this machine has no NVIDIA GPU"):
+        choice.settle(args, MegaFluxConfig(executor="megakernel"))
     assert choice.settle(server_args(large, tp_size=1, ep_size=1), MegaFluxConfig()).executor == "reference"
     monkeypatch.setattr(choice, "machine_obstacle", lambda server_args: None)
     monkeypatch.setenv("MEGAFLUX_CALIBRATION", "no file")

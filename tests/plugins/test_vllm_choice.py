@@ -18,7 +18,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from megaflux_serve.config import MegaFluxConfig
-from megaflux_serve.errors import ConfigError
+from megaflux_serve.errors import ConfigError, UnsupportedError
 from megaflux_serve.planning.calibration import CALIBRATION_VARIABLE, store_costs
 from megaflux_serve.planning.gate import GateCosts
 from tests.plugins.test_vllm_refusals import TWO_RANKS, front_end, megaflux
@@ -53,6 +53,12 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             monkeypatch.setattr(type(current_platform), name, staticmethod(answer), raising=False)
 
     return say
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that can run the megakernel, as far as the front end asks."""
+    monkeypatch.setattr(choice, "machine_obstacle", lambda num_ranks: None)
 
 
 def settled(config: VllmConfig) -> MegaFluxConfig:
@@ -106,12 +112,19 @@ def test_more_ranks_than_a_node_has_gpus_are_an_obstacle(pretend: Callable[..., 
     assert choice.machine_obstacle(4) == "4 ranks do not fit the 2 GPUs of this node"
 
 
+def test_the_megakernel_asked_for_by_name_is_refused_before_an_engine_starts() -> None:
+    message = "executor = 'megakernel': this machine has no NVIDIA GPU; leave it out, and the log says"
+    with pytest.raises(UnsupportedError, match=message):
+        front_end(*BF16, *megaflux(executor="megakernel"))
+
+
 def test_what_is_settled_travels_with_the_configuration() -> None:
     options = settled(front_end(*TWO_RANKS, *megaflux(replica_slots=3, plan_log="plans")))
     assert (options.executor, options.replica_slots, str(options.plan_log)) == ("staged", 3, "plans")
     json.dumps(options.model_dump(mode="json"))
 
 
+@pytest.mark.usefixtures("hopper")
 def test_measured_costs_are_preferred_to_estimates() -> None:
     config = front_end(*BF16, *megaflux(executor="megakernel"))
     estimated, measured = settled(config).gate, GateCosts(1, 2, 3, 4)
@@ -122,11 +135,13 @@ def test_measured_costs_are_preferred_to_estimates() -> None:
 
 
 @pytest.mark.parametrize("gate", [None, {"block_ns": 5, "replica_ns": 6, "plan_ns": 7, "hidden_permille": 8}])
+@pytest.mark.usefixtures("hopper")
 def test_a_gate_that_was_given_is_kept(gate: dict[str, int] | None) -> None:
     options = settled(front_end(*BF16, *megaflux(executor="megakernel", gate=gate)))
     assert options.gate == (gate if gate is None else GateCosts(**gate))
 
 
+@pytest.mark.usefixtures("hopper")
 def test_small_batches_can_be_handed_over_by_the_megakernel_only() -> None:
     assert chosen(*BF16, executor="megakernel", min_tokens=64).min_tokens == 64
     with pytest.raises(ConfigError, match="min_tokens = 64 is not allowed; allowed: 0 with executor 'staged'"):
@@ -143,7 +158,6 @@ def test_small_batches_can_be_handed_over_by_the_megakernel_only() -> None:
 def test_sizes_that_the_kernels_cannot_serve_are_named_before_an_engine_starts(
     tmp_path: Path, changes: dict[str, int], message: str
 ) -> None:
-    from megaflux_serve.errors import UnsupportedError
     from tests.plugins.test_vllm_refusals import changed_model
 
     with pytest.raises(UnsupportedError, match=message):

@@ -12,6 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import megaflux_vllm
 import torch
+from megaflux_vllm import choice
 from megaflux_vllm.checks import check_layer
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -118,7 +119,8 @@ def test_limits_of_the_megakernel_are_named(flags: list[str], message: str) -> N
         front_end(*sized, *flags, *megaflux(executor="megakernel", **options))
 
 
-def test_the_megakernel_needs_no_eager_mode() -> None:
+def test_the_megakernel_needs_no_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "machine_obstacle", lambda num_ranks: None)
     front_end("--dtype", "bfloat16", "--no-enforce-eager", *megaflux(executor="megakernel"))
 
 
