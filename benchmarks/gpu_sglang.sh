@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # SGLang servers on a host with two Hopper GPUs; logs and results go to $OUT (default ./out).
-#   benchmarks/gpu_sglang.sh [STEP...]        default: prefill; seconds are the most that a step takes
+#   benchmarks/gpu_sglang.sh [STEP...]        default: kernels prefill; seconds are the most that a step takes
 #
+#   kernels     60  what SGLang compiles at its first start on a host, all at once; took 27 s
 #   smoke      130  do servers of ours and stock ones start, with captured graphs, and agree? four layers
 #   prefill    170  prefill latency of stock and ours, three servers side by side, first tokens compared before
 #
-# START_S (default 90) is the time that all servers have to start. SGLang's first start on a host compiles kernels for
-# two minutes more, unless ~/.cache/tvm-ffi holds them. Real routes need MEGAFLUX_TRACES. ARGUMENTS are added to those of
+# START_S (default 90) is the time that all servers have to start; three took 85 s. Without the step kernels a first start
+# on a host takes two minutes more, unless ~/.cache/tvm-ffi holds them. Real routes need MEGAFLUX_TRACES. ARGUMENTS are added to those of
 # bench_sglang_prefill.py.
 cd "$(dirname "$0")/.." || exit
 . benchmarks/gpu_steps.sh
-known_steps "smoke prefill" "$@"
-[ $# -gt 0 ] || set -- prefill
+known_steps "kernels smoke prefill" "$@"
+[ $# -gt 0 ] || set -- kernels prefill
 
 servers() { # name, seconds, options
   local name=$1 limit=$2
@@ -28,6 +29,7 @@ servers() { # name, seconds, options
   rm -rf "$OUT/$name/work"
   return $status
 }
+kernels() { LINES_SHOWN=20 step kernels 60 python3 benchmarks/sglang_kernels.py; }
 smoke() {
   servers smoke "${LIMIT:-130}" --layers 4 --backends stock sticky --batches 8 --routings balanced --repeats 2 \
     --start-s "${START_S:-90}"

@@ -17,7 +17,7 @@ STEPS = {
     "gpu_layer_forward.sh": (),
     "gpu_metrics.sh": ("totals", "overhead"),
     "gpu_planner.sh": (),
-    "gpu_sglang.sh": ("smoke", "prefill"),
+    "gpu_sglang.sh": ("kernels", "smoke", "prefill"),
     "gpu_sweep.sh": ("times",),
     "gpu_vllm.sh": (),
     "gpu_vllm_bench.sh": ("qwen", "decode", "deepseek", "load"),
