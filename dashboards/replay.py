@@ -82,28 +82,28 @@ def _windows() -> list[object]:
                 Query(mean(m.WINDOW_PLANNING_SECONDS, interval=LONG), "placement and schedule"),
                 Query(mean(m.WINDOW_MIGRATION_SECONDS, interval=LONG), "migration"),
             ],
-            width=6,
+            width=9,
         ),
         graph(
             "Trajectories of a window",
             "Mean of the windows that were planned.",
             COUNT,
             [Query(per_window(m.WINDOW_TRAJECTORIES), "trajectories")],
-            width=6,
+            width=5,
         ),
         graph(
             "Experts that move for a window",
             "Over all layers; each is one expert's weights and optimizer state.",
             COUNT,
             [Query(per_window(m.WINDOW_MOVED_EXPERTS), "experts")],
-            width=6,
+            width=5,
         ),
         graph(
             "Bytes that move for a window",
             "What a rank receives from others, weights and optimizer state.",
             BYTES,
             [Query(over(rate(m.WINDOW_MIGRATED_BYTES, interval=LONG), migrated), "received")],
-            width=6,
+            width=5,
         ),
     ]
 
