@@ -1,25 +1,18 @@
-"""Migration in three real processes over gloo: every expert's tensors in its new slot, or an error that says where.
-
-The processes are started once; every check leaves one word or a traceback a rank.
-"""
+"""Migration in three real processes over gloo: every expert's tensors in its new slot, or an error that says where."""
 
 from __future__ import annotations
 
-import os
-import traceback
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megaflux_serve.errors import CapacityError, InputError
 from megaflux_serve.migration import ExpertState, MigrationError, TransferPlan, logical_experts, migrate
 from megaflux_serve.routepack.placement import Placement
+from tests.core.process_checks import Checks, run_in_processes
 
 NUM_PROCESSES, LAYERS, PER_RANK = 3, 5, 4
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -196,37 +189,22 @@ def names_what_is_held_when_a_rank_is_lost(group: dist.ProcessGroup, store: dist
     store.set(f"{rank} gave up", "")
 
 
-def run_checks(rank: int, folder: str) -> None:
+def checks_of(rank: int, store: dist.Store) -> Checks:
     """What one process does."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", NUM_PROCESSES)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_PROCESSES)
     pair, world = dist.new_group([1, 2]), dist.group.WORLD  # ranks of the pair are not those of the world
-    checks: dict[str, Callable[[], None]] = {"three": lambda: moves_there_and_back(world)}
+    checks: Checks = {"three": lambda: moves_there_and_back(world)}
     if rank in (1, 2):
         checks["two"] = lambda: moves_there_and_back(pair)
         checks["training"] = lambda: training_goes_on_as_if_nothing_had_moved(pair)
     checks["refused"] = lambda: refuses_what_does_not_fit(world)
     checks["lost"] = lambda: names_what_is_held_when_a_rank_is_lost(world, store)  # last: it breaks the group
-    for name, check in checks.items():
-        try:
-            check()
-            outcome = "passed"
-        except BaseException:
-            outcome = traceback.format_exc()
-        Path(folder, f"{name} {rank}").write_text(outcome)
-        if outcome != "passed":
-            break
-    os._exit(0)  # taking a broken group down in order would wait again
+    return checks
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What every check left behind, by "check rank"."""
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run_checks, args=(str(folder),), nprocs=NUM_PROCESSES)
-    return {path.name: path.read_text() for path in folder.iterdir() if path.name != "store"}
+    return run_in_processes(checks_of, NUM_PROCESSES, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize(("check", "ranks"), [("three", 3), ("two", 2), ("training", 2), ("refused", 3), ("lost", 3)])

@@ -1,18 +1,11 @@
-"""The staged executor in three real processes over gloo: bit for bit what the reference executor computes.
+"""The staged executor in three real processes over gloo: bit for bit what the reference executor computes."""
 
-The processes are started once; every check leaves one word or a traceback a rank.
-"""
-
-import os
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError, PeerTimeoutError
@@ -21,10 +14,10 @@ from megaflux_serve.layer import ReplicatedMoE
 from megaflux_serve.planning.plan import fixed_plan
 from megaflux_serve.workspace import Workspace
 from tests.core.moe_cases import MoECase, make_case
+from tests.core.process_checks import Checks, run_in_processes
 
 CONFIG = MegaFluxConfig(block_rows=4)
 NUM_PROCESSES = 3
-Checks = dict[str, Callable[[], None]]
 
 
 def staged_layer(case: MoECase, executor: StagedExecutor) -> ReplicatedMoE:
@@ -85,12 +78,8 @@ def names_the_absent_rank(store: dist.Store) -> None:
     store.wait([f"rank {other} gave up" for other in range(absent)])
 
 
-def run_checks(rank: int, folder: str) -> None:
+def checks_of(rank: int, store: dist.Store) -> Checks:
     """What one process does."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", NUM_PROCESSES)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_PROCESSES)
     # Uneven, repeated (resident replicas), idle ranks, nobody at all, one row in all.
     three = ([40, 0, 9], [40, 0, 9], [0, 0, 50], [0, 0, 0], [5, 61, 1], [0, 1, 0])
     two = ([40, 9], [40, 9], [0, 33], [0, 0], [17, 17])
@@ -102,24 +91,13 @@ def run_checks(rank: int, folder: str) -> None:
             checks[f"two {dtype}"] = lambda dtype=dtype: equals_reference(pair, dtype, two)
     checks["update"] = lambda: one_rank_updates_its_weights(dist.group.WORLD)
     checks["absent"] = lambda: names_the_absent_rank(store)  # last: it breaks the group
-    for name, check in checks.items():
-        try:
-            check()
-            outcome = "passed"
-        except BaseException:
-            outcome = traceback.format_exc()
-        Path(folder, f"{name} {rank}").write_text(outcome)
-        if outcome != "passed":
-            break
-    os._exit(0)  # taking a broken group down in order would wait again
+    return checks
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What every check left behind, by "check rank"."""
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run_checks, args=(str(folder),), nprocs=NUM_PROCESSES)
-    return {path.name: path.read_text() for path in folder.iterdir() if path.name != "store"}
+    return run_in_processes(checks_of, NUM_PROCESSES, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("dtype", ["torch.float32", "torch.bfloat16"])
