@@ -14,6 +14,8 @@ A message names the operation or field, the value that came, and what is allowed
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -33,6 +35,22 @@ class ConfigError(MegafluxError, ValueError):
     def __init__(self, field: str, value: Any, allowed: str) -> None:
         super().__init__(f"{field} = {value!r} is not allowed; allowed: {allowed}")
         self.field, self.value, self.allowed = field, value, allowed
+
+
+@contextmanager
+def renamed(rename: Callable[[str], str]) -> Iterator[None]:
+    """Have a ``ConfigError`` name its option as the user wrote it.
+
+    Args:
+        rename: from the field that the error names.
+
+    Raises:
+        ConfigError: instead of the one raised inside.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(rename(error.field), error.value, error.allowed) from None
 
 
 class InputError(MegafluxError, ValueError):

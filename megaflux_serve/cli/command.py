@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from megaflux_serve.errors import ConfigError
+from megaflux_serve.errors import ConfigError, renamed
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -27,10 +27,8 @@ class Command(TyperCommand):
         super().__init__(*args, help=filled(help or ""), **settings)
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with renamed(self.flag):
             return super().invoke(ctx)
-        except ConfigError as error:
-            raise ConfigError(self.flag(error.field), error.value, error.allowed) from error
 
     def flag(self, field: str) -> str:
         """The option that set a field of the library: ``num_ranks`` is set by ``--ranks``."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from megaflux_serve.config import MegaFluxConfig
-from megaflux_serve.errors import ConfigError
+from megaflux_serve.errors import ConfigError, renamed
 
 FLAG, KEY = "--json-model-override-args", "megaflux"
 VARIABLE = "MEGAFLUX_OPTIONS"
@@ -55,23 +54,17 @@ def megaflux_config(server_args: Any) -> MegaFluxConfig:
         return MegaFluxConfig.parse(options)
 
 
-@contextmanager
-def named_as_written() -> Iterator[None]:
-    """Have an error of the core name its option as it stands where the user wrote it.
+def named_as_written() -> AbstractContextManager[None]:
+    """Have a ``ConfigError`` of the core name its option as it stands where the user wrote it."""
+    return renamed(_as_written)
 
-    Raises:
-        ConfigError: instead of the core's.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        if error.field.startswith("--"):
-            raise
-        place = VARIABLE if VARIABLE in os.environ else f"{FLAG} {KEY}"
-        whole = error.field == KEY  # the object itself is at fault
-        separator = " " if place == VARIABLE else "."
-        name = place if whole else f"{place}{separator}{error.field}"
-        raise ConfigError(name, error.value, error.allowed) from None
+
+def _as_written(field: str) -> str:
+    if field.startswith("--"):
+        return field
+    place = VARIABLE if VARIABLE in os.environ else f"{FLAG} {KEY}"
+    separator = " " if place == VARIABLE else "."
+    return place if field == KEY else f"{place}{separator}{field}"  # KEY: the object itself is at fault
 
 
 def _overrides(server_args: Any) -> dict[str, Any]:

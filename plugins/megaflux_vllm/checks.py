@@ -8,12 +8,11 @@ its weights load.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from megaflux_serve.config import MegaFluxConfig
-from megaflux_serve.errors import ConfigError, UnsupportedError
+from megaflux_serve.errors import ConfigError, UnsupportedError, renamed
 from megaflux_vllm.backend_name import BACKEND
 from megaflux_vllm.choice import settle
 
@@ -85,20 +84,16 @@ def megaflux_config(additional_config: Any) -> MegaFluxConfig:
         return MegaFluxConfig.parse(options)
 
 
-@contextmanager
-def named_as_written() -> Iterator[None]:
-    """Have an error of the core name its option as it stands on vLLM's command line.
+def named_as_written() -> AbstractContextManager[None]:
+    """Have a ``ConfigError`` of the core name its option as it stands on vLLM's command line."""
+    return renamed(_as_written)
 
-    Raises:
-        ConfigError: instead of the core's.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        if error.field.startswith("--"):
-            raise
-        path = BACKEND if error.field == BACKEND else f"{BACKEND}.{error.field}"
-        raise ConfigError(f"--additional-config {path}", error.value, error.allowed) from None
+
+def _as_written(field: str) -> str:
+    if field.startswith("--"):
+        return field
+    path = BACKEND if field == BACKEND else f"{BACKEND}.{field}"
+    return f"--additional-config {path}"
 
 
 def check_arguments(args: EngineArgs) -> None:
