@@ -43,7 +43,7 @@ from benchmarks.harness.table import print_table
 from benchmarks.layer_peers import PEERS, Gathered, installed_peers, make_peers
 from benchmarks.layer_pictures import draw_results, draw_trace
 from benchmarks.layer_rig import Rig, memory_sizes
-from benchmarks.layer_timing import PROTOCOLS, Sustained, align, burst_ms, gather, save, say, sustained
+from benchmarks.layer_timing import PROTOCOLS, Sustained, align, burst_ms, gather, hidden_pct, save, say, sustained
 from benchmarks.layer_workloads import ROUTINGS, SHAPES, roofline_ms, routes
 from megaflux_serve.planning.plan import ReplicaPlan
 from megaflux_serve.routing import kappa
@@ -211,10 +211,9 @@ def result_rows(
     for protocol in PROTOCOLS:
         if {(protocol, variant) for variant in ("staged", "pipelined", "resident")} <= set(timed):
             staged, pipelined, resident = (timed[protocol, v].ms for v in ("staged", "pipelined", "resident"))
-            if staged - resident > 0.02 * resident:  # below that the noise decides
-                hidden_pct = 100 * (1 - (pipelined - resident) / (staged - resident))
-                add("pipelined", protocol, "hidden_pct", hidden_pct, "%")
-                say(f"    {protocol:9s} separate transfer {staged - resident:.3f} ms, hidden {hidden_pct:.0f} %")
+            if (hidden := hidden_pct(staged, pipelined, resident)) is not None:
+                add("pipelined", protocol, "hidden_pct", hidden, "%")
+                say(f"    {protocol:9s} separate transfer {staged - resident:.3f} ms, hidden {hidden:.0f} %")
     return rows
 
 

@@ -28,6 +28,7 @@ from benchmarks.ep8_grid import EXPERTS, HIDING_EXPERTS, HIDING_ROUTING, HIDING_
 from benchmarks.harness.figure import figure
 from benchmarks.harness.rows import ResultRow, merge_results, read_results, write_records
 from benchmarks.harness.table import print_table
+from benchmarks.layer_timing import hidden_pct
 
 BENCH = "layer_ep8"
 VARIANTS = ("fixed", "staged", "pipelined")
@@ -103,10 +104,10 @@ def _hidden_pct(times: Times) -> float | None:
             by_process[process].append([measured[name] for name in ("staged", "pipelined", "resident")])
     shares = []
     for measured in by_process.values():
-        staged, pipelined, resident = np.median(measured, axis=0)
-        if staged - resident <= 0.02 * resident:
+        share = hidden_pct(*np.median(measured, axis=0))
+        if share is None:
             return None
-        shares.append(100 * (1 - (pipelined - resident) / (staged - resident)))
+        shares.append(share)
     return float(np.mean(shares)) if shares else None
 
 

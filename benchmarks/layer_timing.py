@@ -134,4 +134,26 @@ def sustained(step: Callable[[], object], stream: torch.cuda.Stream, estimate_ms
     return Sustained(max(ms for ms, _ in measured), tuple(state for _, state in measured if state is not None))
 
 
-__all__ = ["PROTOCOLS", "REST_S", "Sustained", "align", "burst_ms", "gather", "meter", "save", "say", "sustained"]
+def hidden_pct(staged: float, pipelined: float, resident: float) -> float | None:
+    """The share of the transfer that computing hides (MegaFlux section 4.3); None where it costs less than 2 %: noise.
+
+    One minus the excess of pipelined by that of staged, both over the same plan with its replicas already there.
+    """
+    if staged - resident <= 0.02 * resident:
+        return None
+    return 100 * (1 - (pipelined - resident) / (staged - resident))
+
+
+__all__ = [
+    "PROTOCOLS",
+    "REST_S",
+    "Sustained",
+    "align",
+    "burst_ms",
+    "gather",
+    "hidden_pct",
+    "meter",
+    "save",
+    "say",
+    "sustained",
+]
