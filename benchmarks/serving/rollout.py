@@ -93,7 +93,7 @@ class RolloutSamples:
             ValueError: requests are missing.
         """
         self.seconds = {name: [] for name in fleet.members}
-        recorded = len(ReplayStore(store).scan()[0]) if CAPTURE in self.seconds else 0  # requests that warmed up
+        recorded = len(ReplayStore(store).scan()[0]) if store.exists() else 0  # requests that warmed up
         end, number = None, 0
         while end is None or number <= MIN_ROUNDS or time.monotonic() < end:
             spent = self._round(fleet, number)
