@@ -28,6 +28,14 @@ AGREEMENT = {
     "logprob_difference_p99": ("99th percentile", "{:.4f}"),
     LARGEST: ("most", "{:.4f}"),
 }
+LOAD = {
+    "median_ttft_ms": ("time to first token, median", "{:.0f} ms"),
+    "p99_ttft_ms": ("99th percentile", "{:,.0f} ms"),
+    "median_tpot_ms": ("time of a further token, median", "{:.2f} ms"),
+    "request_throughput": ("requests a second", "{:.1f}"),
+    "total_token_throughput": ("tokens a second, prompts and answers", "{:,.0f}"),
+    "first_answer_s": ("from the start to a first answer", "{:.1f} s"),
+}
 PREFILL_KEYS = ("model", "routing", "batch", "chunk")
 
 
@@ -116,13 +124,11 @@ def soak() -> str:
 
 
 def load() -> str:
-    """``vllm bench serve`` on every server."""
-    measured = results("serving_load")
-    metrics = list(dict.fromkeys((row["metric"], row["unit"]) for row in measured))
-    backends = list(dict.fromkeys(row["case"]["backend"] for row in measured))
+    """What ``vllm bench serve`` measured on every server, and how long it took to start."""
+    backends = list(dict.fromkeys(row["case"]["backend"] for row in results("serving_load")))
     lines = [
-        [metric, *(f"{value('serving_load', metric, backend=name):,.1f} {unit}" for name in backends)]
-        for metric, unit in metrics
+        [name, *(form.format(value("serving_load", metric, backend=backend)) for backend in backends)]
+        for metric, (name, form) in LOAD.items()
     ]
     return table(["", *backends], lines) + provenance("serving_load")
 
