@@ -2,11 +2,12 @@
 # SGLang servers on a host with two Hopper GPUs; logs and results go to $OUT (default ./out).
 #   benchmarks/gpu_sglang.sh [STEP...]        default: kernels prefill; seconds are the most that a step takes
 #
-#   kernels     60  what SGLang compiles at its first start on a host, all at once; took 27 s
+#   kernels     60  what SGLang compiles at its first start on a host, all at once; took 26 s
 #   smoke      130  do servers of ours and stock ones start, with captured graphs, and agree? four layers
-#   prefill    170  prefill latency of stock and ours, three servers side by side, first tokens compared before
+#   prefill    170  prefill latency of stock and ours, three servers side by side, first tokens compared before;
+#                  took 115 s, as the first start of SGLang on the machine
 #
-# START_S (default 90) is the time that all servers have to start; three took 85 s. Without the step kernels a first start
+# START_S (default 90) is the time that all servers have to start; three took 72 to 76 s. Without the step kernels a first start
 # on a host takes two minutes more, unless ~/.cache/tvm-ffi holds them. Real routes need MEGAFLUX_TRACES. ARGUMENTS are added to those of
 # bench_sglang_prefill.py.
 cd "$(dirname "$0")/.." || exit

@@ -3,9 +3,11 @@
 #   benchmarks/gpu_vllm_bench.sh [STEP...]      default: qwen decode deepseek; seconds are the most that a step takes
 #
 #   qwen       420  Qwen3-30B-A3B's shape, 8 layers, six backends: agreement, prefill latency, soak; took 250 s
-#   decode     240  32 layers of the same, four backends, so that the GPUs set the pace and not the front end
+#   decode     240  32 layers of the same, four backends, so that the GPUs set the pace and not the front end;
+#                  took 195 s on a cold machine, 63 s of it until all engines were warm
 #   deepseek   300  the DeepSeek-V3-like shape, 4 layers, four backends: prefill latency; took 130 s
-#   load       240  vllm serve under vllm bench serve, stock and ours; and the time to a first answer
+#   load       240  vllm serve under vllm bench serve, stock and ours; and the time to a first answer;
+#                  took 168 s, 116 s of it until both had answered
 #
 # On a cold machine six engines took 70 to 82 s to start, 25 s of it for the import of vLLM, and every sample 0.3 s
 # beside its own time: data-parallel engines look only every 32 steps whether all of them are done.
