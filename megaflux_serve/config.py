@@ -37,7 +37,7 @@ class MegaFluxConfig(BaseModel):
         max_tokens: rows of the largest batch of a rank, for which the megakernel's buffers are made; None is the limit
             that the engine's scheduler has.
         min_tokens: batches in which no data-parallel rank has as many rows go to the engine's own kernels, where its
-            plugin can hand them over; 0 hands none over.
+            plugin can hand them over; 0 hands none over. None has the plugin decide; elsewhere it is 0.
         timeout_s: the longest wait for another rank, in seconds; covers what a slow peer may do between two layers.
         gate: costs by which a plan that does not pay is dropped for the fixed placement; None carries out every plan. A
             name such as "2048x768" (hidden x intermediate) stands for what ``megaflux calibrate`` measured here. "auto"
@@ -60,7 +60,7 @@ class MegaFluxConfig(BaseModel):
     sticky: Annotated[StrictBool, Field(description="true or false")] = True
     transfer: Annotated[Literal["pipelined", "staged"], Field(description="pipelined or staged")] = "pipelined"
     max_tokens: Annotated[StrictInt | None, Field(ge=1, description="null or an integer of at least 1")] = None
-    min_tokens: Annotated[StrictInt, Field(ge=0, description="an integer of at least 0")] = 0
+    min_tokens: Annotated[StrictInt | None, Field(ge=0, description="null or an integer of at least 0")] = None
     timeout_s: Annotated[StrictInt, Field(ge=1, le=3600, description="an integer from 1 to 3600 (seconds)")] = 300
     gate: Annotated[
         GateCosts | Literal["auto"] | None,
@@ -114,6 +114,11 @@ class MegaFluxConfig(BaseModel):
     def gate_costs(self) -> GateCosts | None:
         """The gate's costs; None where every plan is carried out."""
         return None if self.gate == "auto" else self.gate
+
+    @property
+    def handover_rows(self) -> int:
+        """Batches with fewer rows on every data-parallel rank go to the engine's own kernels; 0 where none do."""
+        return self.min_tokens or 0
 
     @property
     def planner_options(self) -> PlannerOptions:

@@ -56,8 +56,8 @@ def startup_line(options: MegaFluxConfig, executor: Executor | DeviceExecutor, l
         f"{layout.num_experts} experts, {layout.experts_per_rank} home and {layout.num_replica_slots} replica slots "
         f"a {holders}"
     )
-    if options.min_tokens:
-        line += f", the engine's own kernels for batches of less than {options.min_tokens} rows"
+    if options.handover_rows:
+        line += f", the engine's own kernels for batches of less than {options.handover_rows} rows"
     if not isinstance(executor, DeviceExecutor):
         return line
     from megaflux_kernels.compile_cache import cache_use

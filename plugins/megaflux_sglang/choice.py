@@ -25,29 +25,29 @@ MAX_RUNNING_REQUESTS = 4096
 
 
 def settle(server_args: Any, options: MegaFluxConfig) -> MegaFluxConfig:
-    """The options with ``executor``, ``max_tokens`` and, for the megakernel, ``gate`` filled in.
+    """The options with ``executor``, ``max_tokens``, ``min_tokens`` and, for the megakernel, ``gate`` filled in.
 
     Args:
         server_args: of a server with this backend.
         options: as given.
 
     Raises:
-        ConfigError: a ``max_tokens`` below what SGLang may schedule on a rank; an option or dtype that the megakernel,
-            asked for by name, does not serve.
+        ConfigError: a ``max_tokens`` below what SGLang may schedule on a rank; a ``min_tokens`` above 0; an option or
+            dtype that the megakernel, asked for by name, does not serve.
         UnsupportedError: a machine or a shape that the megakernel, asked for by name, does not serve.
     """
     rows = rows_a_rank(server_args)
     if options.max_tokens is not None and options.max_tokens < rows:
         allowed = f"null, or at least {rows}, the rows that SGLang may schedule on a rank"
         raise ConfigError("max_tokens", options.max_tokens, allowed)
-    options = options.model_copy(update={"max_tokens": options.max_tokens or rows})
+    if options.min_tokens:
+        raise ConfigError("min_tokens", options.min_tokens, "null or 0: in SGLang small batches are not handed over")
+    options = options.model_copy(update={"max_tokens": options.max_tokens or rows, "min_tokens": 0})
     if options.executor == "megakernel":
         require_megakernel(partial(obstacle, server_args, options))
     elif options.executor == "auto":
         executor = automatic_executor(partial(obstacle, server_args, options), server_args.tp_size, LOGGER)
         options = options.model_copy(update={"executor": executor})
-    if options.min_tokens:
-        raise ConfigError("min_tokens", options.min_tokens, "0: in SGLang small batches are not handed over")
     if options.executor == "megakernel" and options.gate == "auto" and server_args.tp_size > 1:
         options = options.model_copy(update={"gate": gate_costs(server_args)})
     if options.executor != "megakernel" and uses_graphs(server_args):

@@ -135,7 +135,7 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
         self.notice_writes(layer)
         ids = route_padding(topk_ids) if marks_padding() else topk_ids
         scales = topk_weights.float()
-        if small_batches.rows_of_largest_rank(x.shape[0]) < self.context.options.min_tokens:
+        if small_batches.rows_of_largest_rank(x.shape[0]) < self.context.options.handover_rows:
             return small_batches.compute(layer, x, scales, ids)
         batch = RoutingBatch(self.rows.take(x), self.rows.take(ids), self.rows.take(scales))
         return self.rows.gather(self.replicated_moe.forward_rank(batch), x.shape[0])

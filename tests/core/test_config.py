@@ -19,6 +19,7 @@ def test_no_options_mean_the_papers_planner_with_two_sticky_slots() -> None:
     assert config.planner_options == PlannerOptions(block_rows=128, reduction_penalty=0, transfer_cost_blocks=0)
     assert (config.executor, config.replica_slots, config.sticky) == ("auto", 2, True)
     assert (config.gate, config.gate_costs, config.plan_log) == ("auto", None, None)
+    assert (config.min_tokens, config.handover_rows) == (None, 0)
 
 
 def test_every_option_is_read() -> None:
@@ -29,6 +30,7 @@ def test_every_option_is_read() -> None:
             "block_rows": 16,
             "reduction_penalty": 12,
             "transfer_cost_blocks": 4,
+            "min_tokens": 64,
             "sticky": False,
             "gate": COSTS,
             "plan_log": "out/plans",
@@ -37,6 +39,7 @@ def test_every_option_is_read() -> None:
     assert config.planner_options == PlannerOptions(16, 12, 4)
     assert (config.executor, config.replica_slots, config.sticky) == ("staged", 3, False)
     assert config.gate == GateCosts(14_300, 252_000, 30_000, 700)
+    assert (config.min_tokens, config.handover_rows) == (64, 64)
     assert config.plan_log == Path("out/plans")
 
 
@@ -49,6 +52,7 @@ def test_every_option_is_read() -> None:
         ({"replica_slots": True}, "replica_slots = True is not allowed; allowed: an integer of at least 0"),
         ({"replica_slots": 1.5}, "replica_slots = 1.5 is not allowed; allowed: an integer of at least 0"),
         ({"replica_slots": None}, "replica_slots = None is not allowed; allowed: an integer of at least 0"),
+        ({"min_tokens": -1}, "min_tokens = -1 is not allowed; allowed: null or an integer of at least 0"),
         ({"block_rows": 0}, "block_rows = 0 is not allowed; allowed: an integer from 1 to 128"),
         ({"block_rows": 129}, "block_rows = 129 is not allowed; allowed: an integer from 1 to 128"),
         (

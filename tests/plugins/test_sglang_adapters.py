@@ -287,7 +287,7 @@ def test_auto_is_the_megakernel_only_where_it_can_run(monkeypatch: pytest.Monkey
     monkeypatch.setattr(choice, "machine_obstacle", lambda server_args: None)
     monkeypatch.setenv("MEGAFLUX_CALIBRATION", "no file")
     settled = choice.settle(args, MegaFluxConfig())
-    assert (settled.executor, settled.max_tokens) == ("megakernel", 2048)
+    assert (settled.executor, settled.max_tokens, settled.min_tokens) == ("megakernel", 2048, 0)
     assert isinstance(settled.gate, GateCosts)
     assert choice.settle(args, MegaFluxConfig(gate=None)).gate is None
     assert choice.settle(args, MegaFluxConfig(block_rows=64)).executor == "staged"

@@ -1,4 +1,4 @@
-"""What the front end settles for all ranks: the executor that ``auto`` means, the largest batch, the gate's costs."""
+"""What the front end settles for all ranks: the executor that ``auto`` means, limits of rows, the gate's costs."""
 
 from __future__ import annotations
 
@@ -76,6 +76,7 @@ def test_auto_is_the_megakernel_where_model_and_machine_allow(pretend: Callable[
     pretend()
     options = choice.settle(config, MegaFluxConfig(), 2)
     assert (options.executor, options.max_tokens) == ("megakernel", 1024)  # of two ranks that share rows
+    assert options.min_tokens == choice.HANDOVER_ROWS
     assert isinstance(options.gate, GateCosts)
 
 
@@ -102,7 +103,7 @@ def test_the_log_says_why_auto_is_not_the_megakernel(
     pretend(**says)
     caplog.set_level(logging.INFO, "vllm")
     settled = choice.settle(config, MegaFluxConfig.parse(options), 2)
-    assert (settled.executor, settled.gate) == ("staged", "auto")
+    assert (settled.executor, settled.gate, settled.min_tokens) == ("staged", "auto", 0)
     assert f"executor 'auto' is 'staged' here, not 'megakernel': {reason}" in caplog.text
 
 
@@ -141,11 +142,62 @@ def test_a_gate_that_was_given_is_kept(gate: dict[str, int] | None) -> None:
     assert options.gate == (gate if gate is None else GateCosts(**gate))
 
 
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What is logged; vLLM's own handler would keep it from caplog."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm")
+    return caplog
+
+
+OTHER_BACKEND = ["--dtype", "bfloat16", "--enable-expert-parallel", "--data-parallel-size", "2"]
+OTHER_BACKEND += ["--all2all-backend", "deepep_low_latency"]
+
+
+@pytest.mark.parametrize("executor", ["auto", "megakernel"])
+@pytest.mark.parametrize(("given", "settles_at"), [(None, choice.HANDOVER_ROWS), (0, 0), (64, 64)])
 @pytest.mark.usefixtures("hopper")
-def test_small_batches_can_be_handed_over_by_the_megakernel_only() -> None:
-    assert chosen(*BF16, executor="megakernel", min_tokens=64).min_tokens == 64
-    with pytest.raises(ConfigError, match="min_tokens = 64 is not allowed; allowed: 0 with executor 'staged'"):
-        chosen(*TWO_RANKS, min_tokens=64)
+def test_small_batches_are_handed_over_unless_told_otherwise(
+    log: pytest.LogCaptureFixture, executor: str, given: int | None, settles_at: int
+) -> None:
+    assert chosen(*BF16, executor=executor, min_tokens=given).min_tokens == settles_at
+    assert settled(front_end(*BF16, *megaflux(executor=executor, min_tokens=given))).min_tokens == settles_at
+    assert "not handed over" not in log.text
+
+
+@pytest.mark.parametrize(("executor", "num_ranks"), [("staged", 2), ("reference", 1)])
+def test_executors_of_the_host_compute_every_batch(
+    log: pytest.LogCaptureFixture, executor: str, num_ranks: int
+) -> None:
+    assert chosen(*TWO_RANKS, num_ranks=num_ranks, executor=executor).min_tokens == 0
+    assert "not handed over" not in log.text  # nothing that one could change
+    with pytest.raises(ConfigError, match=f"min_tokens = 64 is not allowed; allowed: 0 with executor '{executor}'"):
+        chosen(*TWO_RANKS, num_ranks=num_ranks, executor=executor, min_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_invariant", "reason"),
+    [
+        (
+            OTHER_BACKEND,
+            "0",
+            "--all2all-backend = 'deepep_low_latency' is not allowed; allowed: allgather_reducescatter",
+        ),
+        (BF16, "1", "allowed: 0 with VLLM_BATCH_INVARIANT"),
+    ],
+)
+@pytest.mark.usefixtures("hopper")
+def test_where_vllm_must_not_take_small_batches_the_log_says_why_and_a_number_is_refused(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture, flags: list[str], is_invariant: str, reason: str
+) -> None:
+    config = front_end(*flags)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", is_invariant)
+    assert choice.settle(config, MegaFluxConfig(executor="megakernel"), 2).min_tokens == 0
+    assert "small batches are not handed over to vLLM's kernels: " in log.text
+    assert reason in log.text
+    assert choice.settle(config, MegaFluxConfig(executor="megakernel", min_tokens=0), 2).min_tokens == 0
+    with pytest.raises(ConfigError, match=reason):
+        choice.settle(config, MegaFluxConfig(executor="megakernel", min_tokens=64), 2)
 
 
 @pytest.mark.parametrize(
