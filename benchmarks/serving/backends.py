@@ -6,8 +6,8 @@ Decides parallelism, options and sizes of every backend; all of them serve the s
   for this machine. On Hopper that is Triton's, which vLLM puts before FlashInfer's there.
 * ``stock-tp``: vLLM with tensor parallelism, where every rank computes a part of every expert and skew costs nothing.
 * ``fixed``: ours without replica slots; ``staged``: replicas are copied before the layer; ``pipelined``: while it
-  computes, every batch anew; ``sticky``: copies stay from batch to batch. ``staged`` hands batches of decode to vLLM's
-  own kernels (``min_tokens``), where replicas do not matter; the others compute them.
+  computes, every batch anew; ``sticky``: copies stay from batch to batch. Where decode is compared, each says who
+  computes its small batches (``min_tokens``): ``staged`` hands them to vLLM's own kernels, the others compute them.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ class Sizes:
     num_ranks: int = 2
 
 
-def engine_spec(backend: str, model: ServedModel, folder: Path, logs: Path, sizes: Sizes) -> EngineSpec:
+def engine_spec(
+    backend: str, model: ServedModel, folder: Path, logs: Path, sizes: Sizes, *, says_min_tokens: bool = True
+) -> EngineSpec:
     """The engine of a backend.
 
     Args:
@@ -93,6 +95,8 @@ def engine_spec(backend: str, model: ServedModel, folder: Path, logs: Path, size
         folder: of its configuration.
         logs: where the engine's log goes.
         sizes: limits.
+        says_min_tokens: whether variants of ours say who computes small batches; otherwise the plugin decides, as it
+            does for users.
     """
     common: dict[str, Any] = {
         "model": str(folder),
@@ -121,7 +125,9 @@ def engine_spec(backend: str, model: ServedModel, folder: Path, logs: Path, size
         if backend == "stock-tp":
             arguments = {"tensor_parallel_size": sizes.num_ranks}
     else:
-        options = megaflux_options(backend, model, sizes.num_ranks) | megaflux_limits(backend, sizes)
+        options = megaflux_options(backend, model, sizes.num_ranks) | megaflux_limits(sizes)
+        if says_min_tokens and not sizes.is_cpu:
+            options["min_tokens"] = MIN_TOKENS if backend == HANDS_OVER else 0
         arguments = spread | {"moe_backend": "megaflux", "additional_config": {"megaflux": options}}
     environment = ENVIRONMENT | (CPU_ENVIRONMENT if sizes.is_cpu else {})
     ranks = int(arguments.get("data_parallel_size", 1))
@@ -142,9 +148,8 @@ def megaflux_options(backend: str, model: ServedModel, num_ranks: int) -> dict[s
     return options | ({"transfer": "staged"} if backend == "staged" else {})
 
 
-def megaflux_limits(backend: str, sizes: Sizes) -> dict[str, Any]:
+def megaflux_limits(sizes: Sizes) -> dict[str, Any]:
     """Our options by machine."""
     if sizes.is_cpu:
         return {"executor": "staged", "block_rows": 16}
-    limits = {"executor": "megakernel", "max_tokens": sizes.max_batch_tokens}
-    return limits | ({"min_tokens": MIN_TOKENS} if backend == HANDS_OVER else {})
+    return {"executor": "megakernel", "max_tokens": sizes.max_batch_tokens}

@@ -1,8 +1,9 @@
 """A load of concurrent requests over HTTP: ``vllm serve`` of each backend under ``vllm bench serve``.
 
 Decides the servers and the load. Servers start side by side, and how long they take until they have answered a first
-request is measured too; then they are loaded one after the other, while the others wait. Routers choose for themselves.
-Text needs a tokenizer, which the models of these benchmarks do not have: they take the tiny model's and its vocabulary.
+request is measured too; then they are loaded one after the other, while the others wait. Routers choose for themselves,
+and who computes small batches is left to the backend, as users leave it. Text needs a tokenizer, which the models of
+these benchmarks do not have: they take the tiny model's and its vocabulary.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def measure(
     text_model = dataclasses.replace(model, vocabulary=VOCABULARY)
     checkpoint = text_model.write(folder / "text")
     with ExitStack() as stack:
-        specs = [engine_spec(name, text_model, checkpoint, logs / "http", sizes) for name in backends]
+        specs = [
+            engine_spec(name, text_model, checkpoint, logs / "http", sizes, says_min_tokens=False) for name in backends
+        ]
         servers = [(spec, stack.enter_context(server(spec))) for spec in specs]
         waiting = stack.enter_context(ThreadPoolExecutor(len(servers)))
         starts = [waiting.submit(seconds_to_first_answer, url, checkpoint) for _, url in servers]

@@ -98,6 +98,16 @@ def test_options_of_every_backend_are_valid_for_every_model(backend: str, model:
     assert staged == pipelined | {"transfer": "staged"}
 
 
+@pytest.mark.parametrize("backend", BACKENDS[2:])
+def test_variants_say_who_computes_small_batches_except_where_the_default_is_measured(backend: str, tmp_path) -> None:
+    def said(**how: bool) -> int | None:
+        spec = engine_spec(backend, MODELS["qwen3-30b-a3b"], tmp_path, tmp_path, Sizes(), **how)
+        return spec.arguments["additional_config"]["megaflux"].get("min_tokens")
+
+    assert said() == (256 if backend == "staged" else 0)
+    assert said(says_min_tokens=False) is None
+
+
 def test_a_control_is_measured_in_one_case() -> None:
     cases = prefill_cases([32, 8, 16], [16384, 32768], ["balanced", "real"], ["balanced"])
     assert [case for case in cases if case.routing == "balanced"] == [PrefillCase(16, 16384, "balanced")]
