@@ -22,6 +22,8 @@ if torch.cuda.device_count() < 2 or torch.cuda.get_device_capability()[0] != 9:
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from megaflux_vllm.choice import HANDOVER_ROWS  # noqa: E402
+
 from tests.plugins.engine_runs import PROMPTS, Server, run_offline, serve  # noqa: E402
 from tests.plugins.random_moe import write_checkpoint, write_neighbours  # noqa: E402
 from tests.plugins.vllm_smoke import ENOUGH_EQUAL, LONG, verdict  # noqa: E402
@@ -32,6 +34,7 @@ START_S = 250  # a cold machine imports vLLM for minutes
 COMMON = ("--dtype", "bfloat16", "--max-model-len", "2048", "--api-server-count", "1", "--no-enable-prefix-caching")
 DATA = ("--enable-expert-parallel", "--data-parallel-size", "2", "--distributed-executor-backend", "uni")
 FEW_GRAPHS = ("--max-cudagraph-capture-size", "32", "--gpu-memory-utilization", "0.6")
+OWN = {"gate": None, "min_tokens": 0}  # no batch is handed over and every plan carried out: few rows move replicas too
 Tokens = list[list[int]]
 
 
@@ -66,10 +69,10 @@ def assert_as_stock(tokens: Tokens, stock: Tokens) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"gate": None, "replica_slots": 4}, {"min_tokens": 33}], ids=["default", "no gate", "small batches"]
+    ("options", "hands_over"), [({}, True), (OWN | {"replica_slots": 4}, False)], ids=["default", "own kernels"]
 )
 def test_a_server_with_captured_graphs_answers_as_stock_vllm(
-    checkpoint: Path, stock: Tokens, tmp_path: Path, options: dict[str, Any]
+    checkpoint: Path, stock: Tokens, tmp_path: Path, options: dict[str, Any], hands_over: bool
 ) -> None:
     log = tmp_path / "server.log"
     with serve([*DATA, *FEW_GRAPHS, *backend(**options)], log, checkpoint, COMMON, START_S) as server:
@@ -79,13 +82,14 @@ def test_a_server_with_captured_graphs_answers_as_stock_vllm(
     said = log.read_text()
     assert "executor 'auto' is 'megakernel' here" in said
     assert "megaflux: executor megakernel, 2 ranks, 2 layers of 128 experts, 64 home" in said
+    assert (f"the engine's own kernels for batches of less than {HANDOVER_ROWS} rows" in said) == hands_over
 
 
 def test_reloaded_weights_reach_replicas_on_tensor_parallel_ranks(checkpoint: Path, tmp_path: Path) -> None:
     other = write_neighbours(checkpoint, tmp_path / "other")
     common = {"dtype": "bfloat16", "enforce_eager": False, "max_model_len": 512, "tensor_parallel_size": 2}
     common |= {"enable_expert_parallel": True, "gpu_memory_utilization": 0.4, "enable_prefix_caching": False}
-    ours = {"moe_backend": "megaflux", "additional_config": {"megaflux": {"gate": None, "timeout_s": 40}}}
+    ours = {"moe_backend": "megaflux", "additional_config": {"megaflux": OWN | {"timeout_s": 40}}}
     runs = [
         {"name": "ours", "model": str(checkpoint), "options": common | ours, "reload": str(other)},
         {"name": "stock", "model": str(checkpoint), "options": common, "reload": str(other)},
@@ -103,7 +107,7 @@ def engine_processes(log: str) -> Sequence[int]:
 
 def test_a_server_ends_when_one_of_its_ranks_dies(checkpoint: Path, tmp_path: Path) -> None:
     log = tmp_path / "server.log"
-    with serve([*DATA, "--enforce-eager", *backend()], log, checkpoint, COMMON, START_S) as server:
+    with serve([*DATA, "--enforce-eager", *backend(min_tokens=0)], log, checkpoint, COMMON, START_S) as server:
         server.complete_together(PROMPTS)
         (victim,) = engine_processes(log.read_text())
         os.kill(victim, signal.SIGKILL)

@@ -45,7 +45,8 @@ COMMON = {
 }
 GRAPHS = {"max_cudagraph_capture_size": 32, "gpu_memory_utilization": 0.6}
 MEGAKERNEL = {"executor": "megakernel", "timeout_s": 40}
-OPEN = MEGAKERNEL | {"gate": None}  # small batches move replicas too
+OWN = MEGAKERNEL | {"min_tokens": 0}  # no batch is handed over to vLLM's kernels
+OPEN = OWN | {"gate": None}  # small batches move replicas too
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ GROUPS = (
     (Run("stock", reloads=True), Run("eager", OPEN, reloads=True)),
     (Run("graphs", {"timeout_s": 40}, GRAPHS | {"kv_cache_memory_bytes": None}, reloads=True),),
     (Run("tiny-stock", is_tiny=True), Run("tiny", OPEN | {"replica_slots": 3}, is_tiny=True)),
-    (Run("small", MEGAKERNEL | {"min_tokens": 33}, GRAPHS), Run("tensor", OPEN, GRAPHS, is_tensor_parallel=True)),
+    (Run("own", OWN, GRAPHS), Run("tensor", OPEN, GRAPHS, is_tensor_parallel=True)),
 )
 
 
