@@ -80,8 +80,8 @@ leaves its last figures; `megaflux_last_report_timestamp_seconds` tells.
 Where ranks are spread over several servers, as with external load balancing, each server shows its own workers, and the
 one with rank 0 the plans.
 
-Dummy batches count: those of an engine's start, of graph capture, and of idle data-parallel ranks. Batches that the
-option `min_tokens` leaves to the engine's own kernels do not.
+Dummy batches count: those of an engine's start, of graph capture, and of idle data-parallel ranks. Batches that go to
+the engine's own kernels do not: by default in vLLM with the megakernel, most of decode (option `min_tokens`).
 
 ## What they cost
 
