@@ -301,11 +301,12 @@ def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> py
 
 
 def test_the_log_says_once_what_the_layers_take(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
-    quant_method, module = loaded_layer(monkeypatch, OwnMemory())
+    quant_method, module = loaded_layer(monkeypatch, OwnMemory(), min_tokens=2)
     for _ in range(2):
         quant_method.apply(module, torch.zeros(2, 32), torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.int32))
     (line,) = [record.message for record in log.records if record.message.startswith("megaflux: executor")]
     assert "executor megakernel, 1 ranks, 1 layers of 8 experts, 8 home and 0 replica slots a rank and layer" in line
+    assert ", the engine's own kernels for batches of less than 2 rows; a rank takes" in line
     assert "1.50 GiB for home weights, 0.25 GiB for replica slots and 1.00 GiB for batches" in line
 
 
