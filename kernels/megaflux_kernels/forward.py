@@ -42,7 +42,7 @@ from megaflux_kernels.launch import Buffers, Place, Ranks, Tables
 from megaflux_kernels.layout import ShapeError
 from megaflux_kernels.loads import LoadWarp
 from megaflux_kernels.products import K_TILE, MatrixWarps
-from megaflux_kernels.pull import Borrowed, PullWarp, Staging
+from megaflux_kernels.pull import PullWarp, Staging
 from megaflux_kernels.ring import READERS, RING_WORDS, Ring
 from megaflux_kernels.schedule import Scheduler
 from megaflux_kernels.stores import StoreWarp
@@ -113,7 +113,7 @@ class Forward:
         self.load_warp = LoadWarp(shape, config.tiling, STAGES)
         self.scheduler = Scheduler(shape, config.tiling, counters, config.trace)
         self.store_warp = StoreWarp(shape, config.tiling, counters, config.num_ctas, config.trace)
-        self.pull_warp = PullWarp(shape, counters, self.store_warp.staging_bytes)
+        self.pull_warp = PullWarp(shape, counters)
         self.matrix_warps = MatrixWarps(shape, self.columns, STAGES, self.store_warp.pitch)
 
     @cute.jit
@@ -207,7 +207,6 @@ class Forward:
             staged_full: cute.struct.MemRange[Int64, 2]
             staged_empty: cute.struct.MemRange[Int64, 2]
             pulled: cute.struct.MemRange[Int64, self.pull_warp.stages]
-            first_pulled: cute.struct.MemRange[Int64, self.pull_warp.stages * self.pull_warp.first_passes]
             pulls_over: cute.struct.MemRange[Int64, 1]
             rows: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(row_layout)], 1024]
             columns: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(column_layout)], 1024]
@@ -274,9 +273,8 @@ class Forward:
                 self.store_warp.run(staging, staged, pulls_over, ring, place, buffers.act, tables, ranks, trace)
             elif warp == 2:
                 pulling = Staging(Int32(storage.pulling.data_ptr().toint()), storage.pulled.data_ptr())
-                borrowed = Borrowed(staging, storage.first_pulled.data_ptr(), staged[1])
                 self.pull_warp.run(
-                    *(pulling, borrowed, place, buffers, tables, ranks, pull_weights),
+                    *(pulling, place, buffers, tables, ranks, pull_weights),
                     *(config.num_ctas, config.weight_ctas, trace, config.trace),
                 )
                 if place.lane == 0:
@@ -306,8 +304,6 @@ class Forward:
             init(storage.staged_empty.data_ptr() + i, 1)
         for i in range_constexpr(self.pull_warp.stages):
             init(storage.pulled.data_ptr() + i, 1)
-        for i in range_constexpr(self.pull_warp.stages * self.pull_warp.first_passes):
-            init(storage.first_pulled.data_ptr() + i, 1)
         init(storage.pulls_over.data_ptr(), 1)
 
 

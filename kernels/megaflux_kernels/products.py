@@ -87,7 +87,7 @@ def stage_rows(accumulator, swiglu: cutlass.Constexpr, width: cutlass.Constexpr,
         lane: lane of the warp.
     """
     full, empty = barriers
-    arch.mbarrier_wait(empty, phase)  # handed over by the pull warp, later freed by the store warp
+    arch.mbarrier_wait(empty, phase ^ 1)
     for q in range_constexpr(width // 16):
         packed = []
         for j in range_constexpr(2):

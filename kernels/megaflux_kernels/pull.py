@@ -4,9 +4,6 @@ A *piece* (part of a row or of a weight tensor, at most 4 KB) comes from a peer 
 stage, is written from there to every place that needs it, and is then counted. Lanes are (stage, place): one pass waits
 for all stages, issues every write, refills the stages as soon as they are read, and counts with one fence.
 
-A launch cannot compute before its first pieces are there. They come all at once, through the staging buffers of the
-matrix warps, which have no use for these before their first task is done; then the buffers are handed over.
-
 Decides which pieces move, in which order and by which CTA; does not know who waits for the counts.
 """
 
@@ -31,8 +28,6 @@ NO_ROW = -2
 """Stands for the origin of a row beyond the pool; -1 is that of a padding row."""
 CLAIM_PASSES = 4
 """Passes between two visits to the weight queue."""
-FIRST_PASSES = 4
-"""Passes whose pieces come at once in the beginning; a lane keeps one of each in registers."""
 
 
 class Piece(NamedTuple):
@@ -56,29 +51,19 @@ class Staging(NamedTuple):
     barriers: cute.Pointer
 
 
-class Borrowed(NamedTuple):
-    """Stages of the matrix warps, as ``Staging``, and pointer to the two barriers for which these wait to have them."""
-
-    address: Int32
-    barriers: cute.Pointer
-    handed_over: cute.Pointer
-
-
 class PullWarp:
     """Pull warp of one layer shape.
 
     Args:
         shape: the layer.
         counters: offsets of the counters.
-        borrowed_bytes: shared memory that it may borrow in the beginning.
     """
 
-    def __init__(self, shape: LayerShape, counters: Counters, borrowed_bytes: int = 0) -> None:
+    def __init__(self, shape: LayerShape, counters: Counters) -> None:
         self.shape, self.counters = shape, counters
         self.places = 1 << (shape.top_k - 1).bit_length()  # lanes of a stage
         self.stages = min(MAX_STAGES, 32 // self.places)
         self.piece_bytes = shape.piece_bytes
-        self.first_passes = min(FIRST_PASSES, borrowed_bytes // (self.stages * self.piece_bytes))
 
     @property
     def staging_type(self) -> object:
@@ -89,7 +74,6 @@ class PullWarp:
     def run(
         self,
         staging: Staging,
-        borrowed: Borrowed,
         place: Place,
         buffers: Buffers,
         tables: Tables,
@@ -117,18 +101,14 @@ class PullWarp:
             first -= weight_ctas
             stride -= weight_ctas
         if first < 0:
-            hand_over(borrowed, lane)
             phase = self.weights(staging, lane, phase, transfers, buffers, tables, ranks)
         started = await_peers(lane, ranks, START, num_ranks, Wait.FORWARD_START)
         arch.fence_proxy("async.global")
         mark(trace, place, 1, tracing)
-        if first >= 0:
-            if started == 1:
-                phase = self.rows(staging, borrowed, lane, phase, first, stride, buffers.pool, tables, ranks)
-                mark(trace, place, 2, tracing)
-                phase = self.weights(staging, lane, phase, transfers, buffers, tables, ranks)
-            else:
-                hand_over(borrowed, lane)
+        if (first >= 0) & (started == 1):
+            phase = self.rows(staging, lane, phase, first, stride, buffers.pool, tables, ranks)
+            mark(trace, place, 2, tracing)
+            phase = self.weights(staging, lane, phase, transfers, buffers, tables, ranks)
         mark(trace, place, 3, tracing)
         arch.sync_warp()
 
@@ -147,17 +127,15 @@ class PullWarp:
         arch.cp_async_bulk_commit_group()
         arch.cp_async_bulk_wait_group(0, read=True)
         arch.sync_warp()
-        self.fetch(after, buffer, barrier, lane)
-        arch.cp_async_bulk_wait_group(0)  # written, not only read from shared memory
-        count(piece)
-        return phase, budget
-
-    @cute.jit
-    def fetch(self, piece: Piece, buffer, barrier, lane):
-        """Start to bring a piece into a stage, by the first lane of the stage."""
-        if (piece.source != 0) & (lane % self.places == 0):
+        if (after.source != 0) & (lane % self.places == 0):
             arch.mbarrier_arrive_and_expect_tx(barrier, self.piece_bytes)
-            ptx.bulk_load(buffer, piece.source, self.piece_bytes, Int32(barrier.toint()))
+            ptx.bulk_load(buffer, after.source, self.piece_bytes, Int32(barrier.toint()))
+        arch.cp_async_bulk_wait_group(0)  # written, not only read from shared memory
+        if piece.destination != 0:
+            arch.fence_proxy("async.global")
+            counter = words(piece.counter).iterator
+            arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
+        return phase, budget
 
     @cute.jit
     def wait_piece(self, barrier, phase, budget, piece: Piece, ranks: Ranks):
@@ -176,87 +154,39 @@ class PullWarp:
     # ---- rows -----------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def rows(
-        self,
-        staging: Staging,
-        borrowed: Borrowed,
-        lane,
-        phase,
-        first,
-        stride,
-        pool: Int64,
-        tables: Tables,
-        ranks: Ranks,
-    ):
+    def rows(self, staging: Staging, lane, phase, first, stride, pool: Int64, tables: Tables, ranks: Ranks):
         """Pull every ``stride``-th pool row from row ``first`` on, in order; returns the phase.
 
         All CTAs together walk the pool from its beginning, so that the first blocks are complete first. Each lane looks
         at one pool row. The rows that are their token's first here are pulled, each to all its places; padding rows are
         only counted.
         """
+        pieces = self.shape.pieces_per_row
         num_rows = arch.load(words(tables.header).iterator + int(WorkHeader.NUM_BLOCKS), Int32) * BLOCK_ROWS
         budget, piece = wait_budget(ranks), no_piece()
-        base, begin = first, Int32(self.first_passes * self.stages)
+        base = first
         code = self.origin(tables.row_source, base + lane * stride, num_rows)
-        first_rows = arch.vote_ballot_sync(self.is_first_place(code, base + lane * stride, tables.places))
-        budget = self.first_pieces(borrowed, lane, budget, code, first_rows, pool, tables, ranks)
         while base < num_rows:
             row = base + lane * stride
             next_code = self.origin(tables.row_source, row + 32 * stride, num_rows)
+            first_rows = arch.vote_ballot_sync(self.is_first_place(code, row, tables.places))
             if code == -1:
                 counter = words(tables.counters).iterator + (self.counters.rows_ready + row // BLOCK_ROWS)
-                pieces = Int32(self.shape.pieces_per_row)
-                arch.red(counter, pieces, op="add", dtype="s32", sem="relaxed", scope="gpu")
-            num_pieces = arch.popc(first_rows) * self.shape.pieces_per_row
-            for start in cutlass.range(begin, num_pieces, self.stages, unroll=1):
-                after = self.nth_piece(start, code, first_rows, lane, pool, tables, ranks)
+                arch.red(counter, Int32(pieces), op="add", dtype="s32", sem="relaxed", scope="gpu")
+            num_pieces = arch.popc(first_rows) * pieces
+            for start in cutlass.range(0, num_pieces, self.stages, unroll=1):
+                index = start + lane // self.places
+                holder = ptx.nth_set_bit(first_rows, index // pieces)
+                token_code = arch.shuffle_sync(code, holder & 31)
+                after = no_piece()
+                if (index < num_pieces) & (lane // self.places < self.stages):
+                    after = self.row_piece(token_code, index % pieces, lane % self.places, pool, tables, ranks)
                 phase, budget = self.pass_on(staging, lane, phase, budget, piece, after, ranks)
                 piece = after
-            code, begin = next_code, Int32(0)
+            code = next_code
             base += 32 * stride
-            first_rows = arch.vote_ballot_sync(self.is_first_place(code, base + lane * stride, tables.places))
         phase, budget = self.pass_on(staging, lane, phase, budget, piece, no_piece(), ranks)
         return phase
-
-    @cute.jit
-    def first_pieces(self, borrowed: Borrowed, lane, budget, code, first_rows, pool, tables: Tables, ranks: Ranks):
-        """Bring the pieces of the first passes, all at once, and hand the borrowed stages over; returns the budget.
-
-        Args:
-            borrowed, lane, budget, pool, tables, ranks: see ``rows``.
-            code: of this lane's first row, see ``origin``.
-            first_rows: mask of the lanes whose row is pulled.
-        """
-        pieces, buffers, barriers = [], [], []
-        for turn in range_constexpr(self.first_passes):
-            stage = turn * self.stages + lane // self.places
-            buffers.append(borrowed.address + stage * self.piece_bytes)
-            barriers.append(borrowed.barriers + stage)
-            pieces.append(self.nth_piece(turn * self.stages, code, first_rows, lane, pool, tables, ranks))
-            self.fetch(pieces[turn], buffers[turn], barriers[turn], lane)
-        for turn in range_constexpr(self.first_passes):
-            if pieces[turn].source != 0:
-                budget = self.wait_piece(barriers[turn], Int32(0), budget, pieces[turn], ranks)
-            if pieces[turn].destination != 0:
-                ptx.bulk_store(pieces[turn].destination, buffers[turn], self.piece_bytes)
-        arch.cp_async_bulk_commit_group()
-        arch.cp_async_bulk_wait_group(0)
-        for turn in range_constexpr(self.first_passes):
-            count(pieces[turn])
-        hand_over(borrowed, lane)
-        return budget
-
-    @cute.jit
-    def nth_piece(self, start, code, first_rows, lane, pool: Int64, tables: Tables, ranks: Ranks):
-        """This lane's stage gets this piece in the pass that begins with piece ``start`` of the ``first_rows``."""
-        pieces = self.shape.pieces_per_row
-        index = start + lane // self.places
-        holder = ptx.nth_set_bit(first_rows, index // pieces)
-        token_code = arch.shuffle_sync(code, holder & 31)
-        piece = no_piece()
-        if (index < arch.popc(first_rows) * pieces) & (lane // self.places < self.stages):
-            piece = self.row_piece(token_code, index % pieces, lane % self.places, pool, tables, ranks)
-        return piece
 
     @cute.jit
     def origin(self, row_source: Int64, row, num_rows):
@@ -351,25 +281,9 @@ class PullWarp:
         )
 
 
-@cute.jit
-def count(piece: Piece):
-    """Count a piece that has been written to this lane's place."""
-    if piece.destination != 0:
-        arch.fence_proxy("async.global")
-        arch.red(words(piece.counter).iterator, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
-
-
-@cute.jit
-def hand_over(borrowed: Borrowed, lane):
-    """Leave the borrowed stages to the matrix warps; called once by the warp, when nothing reads them any more."""
-    arch.sync_warp()
-    if lane < 2:
-        arch.mbarrier_arrive(borrowed.handed_over + lane)
-
-
 def no_piece() -> Piece:
     """An empty stage."""
     return Piece(Int64(0), Int64(0), Int64(0), Int32(0), Int32(0))
 
 
-__all__ = ["Borrowed", "Piece", "PullWarp", "Staging"]
+__all__ = ["Piece", "PullWarp", "Staging"]
