@@ -16,7 +16,18 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, range_constexpr
 
 from megaflux_kernels import ptx
-from megaflux_kernels.launch import START, Buffers, Place, Ranks, Tables, await_peers, mark, signal_peers, wait_budget
+from megaflux_kernels.launch import (
+    START,
+    Buffers,
+    Place,
+    Ranks,
+    Tables,
+    await_peers,
+    has_failed,
+    mark,
+    signal_peers,
+    wait_budget,
+)
 from megaflux_kernels.layout import Wait
 from megaflux_kernels.peers import PEER_WORDS, Peer
 from megaflux_kernels.sync.device import doubles, record_failure, words
@@ -92,7 +103,8 @@ class PullWarp:
         num_ranks, lane = self.shape.num_ranks, place.lane
         mark(trace, place, 0, tracing)
         if place.cta == 0:
-            signal_peers(lane, ranks, START, num_ranks)
+            if not has_failed(ranks):  # a rank that could not plan has not written what peers read of it
+                signal_peers(lane, ranks, START, num_ranks)
         arch.sync_warp()
         transfers = pull_weights * arch.load(words(tables.header).iterator + int(WorkHeader.NUM_TRANSFERS), Int32)
         first, stride = Int32(place.cta), Int32(num_ctas)

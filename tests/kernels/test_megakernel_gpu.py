@@ -175,7 +175,7 @@ def test_layers_of_one_shape_share_buffers_and_replica_slots_unless_replicas_sta
     first, second = (case.layer(executor, config, workspace=workspace) for _ in range(2))
     second.slots[0].home.w2.mul_(2)
     second.slots[1].home.w2.mul_(2)
-    batches = [case.batches(turn) for turn in range(4)]
+    batches = [case.batches(turn) for turn in range(3)]  # the last one wants a replica
     outputs = [(first.forward(turn), second.forward(turn)) for turn in batches]  # one behind the other, not waited for
     for of_first, of_second in outputs:
         assert_same_bits(of_second, [2 * output for output in of_first])
@@ -189,8 +189,9 @@ def test_new_home_weights_reach_the_replicas():
     case = CASES["two ranks, top-8"]
     executor = MegakernelExecutor(2, None, case.max_tokens, timeout_s=5)
     layer = case.layer(executor, MegaFluxConfig(replica_slots=2))
-    batches = case.batches(0)
+    batches = case.batches(4)
     before = layer.forward(batches)
+    assert layer.on_device.last_plan().num_replicas > 0
     for slots in layer.slots:
         slots.home.w2.mul_(2)
     layer.weights_updated()
@@ -202,7 +203,7 @@ def test_one_rank_with_new_weights_makes_every_rank_forget():
     executor = MegakernelExecutor(2, None, case.max_tokens, timeout_s=5)
     layer = case.layer(executor, MegaFluxConfig(replica_slots=2), [reports.append])
     fixed = case.layer(executor, MegaFluxConfig(replica_slots=0))
-    batches = case.batches(0)
+    batches = case.batches(4)  # a replica of an expert of rank 0
     for _ in range(2):
         layer.forward(batches)
     held = reports[0].plan.transfers
