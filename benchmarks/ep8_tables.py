@@ -62,6 +62,8 @@ def stages() -> str:
                 hidden = cell("{:.0f} %", "layer_ep8", "hidden_pct", variant="pipelined", **case)
                 fixed = f"{held[HIDING_EXPERTS, routing, tokens]:.2f}"
                 lines.append([NAMES[routing], f"{tokens // 1024}K", fixed, *ratios, hidden])
+    if not lines:
+        return NOT_RUN
     return table(["routing", "tokens a rank", "fixed, ms", *VARIANTS[1:], "hidden"], lines) + on_gpus("layer_ep8")
 
 

@@ -7,7 +7,7 @@
 #   pair       150  tests on two: changing batches, captured graphs, a peer that is late or dies, eight ranks on both
 #   stress      75  20,000 batches in a row on two GPUs, all compared, or as many as STRESS_S seconds allow (45)
 #   sanitize   120  compute-sanitizer's memcheck, racecheck and synccheck, one rank and two virtual ones
-#   counters    90  hardware counters of one rank's launch, with Nsight Compute
+#   counters    90  hardware counters of one rank's launch, with Nsight Compute; took 37 s
 #   bench      150  the forward kernel at 8K tokens a rank, three shapes, balanced and hot, balanced beside the peers
 #   routings    90  the same without peers under the other routings
 #   shapes      75  two more shapes
@@ -69,15 +69,7 @@ sanitize() { # all tools at once, with one rank, then with two virtual ranks, wh
   return $status
 }
 counters() {
-  local shape status=0
-  metrics=dram__bytes_read.sum,dram__bytes_write.sum,lts__t_sector_hit_rate.pct,gpu__time_duration.sum
-  metrics+=,sm__inst_executed_pipe_tensor.sum,sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active
-  for shape in "${three[@]}"; do
-    LINES_SHOWN=45 step "counters-$shape" 30 ncu --metrics $metrics \
-      --clock-control none --cache-control none -k 'regex:Forward_object|Combine_object' --launch-skip 2 --launch-count 4 \
-      python3 benchmarks/profile_layer.py --shape "$shape" --launches 2 || status=1
-  done
-  return $status
+  LINES_SHOWN=45 step counters 90 python3 benchmarks/layer_counters.py --shapes "${three[@]}" --out "$OUT/layer_counters.json"
 }
 
 bench() {

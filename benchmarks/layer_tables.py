@@ -143,6 +143,29 @@ def gains(case: dict[str, Any]) -> list[str]:
     return [*cells, cell("{:.2f}x", "layer_forward", "speedup_over_fixed", **sustained) if clocked else "-"]
 
 
+def counters() -> str:
+    """What the hardware counted of one rank's launches, forward kernel and combine."""
+    bench, lines = "layer_counters", []
+    for shape in SHAPES:
+        for kernel in ("forward", "combine"):
+            at = {"shape": shape, "kernel": kernel}
+            if not rows(bench, "latency_ms", **at):
+                continue
+            cells = [
+                cell(form, bench, metric, **at)
+                for metric, form in (
+                    ("latency_ms", "{:.2f}"),
+                    ("tensor_active_pct", "{:.0f} %"),
+                    ("dram_read_gb", "{:.2f}"),
+                    ("dram_write_gb", "{:.2f}"),
+                    ("l2_hit_pct", "{:.0f} %"),
+                )
+            ]
+            lines.append([SHAPES[shape], kernel, *cells])
+    header = ["one rank", "", "ms", "matrix units at work", "GB read", "GB written", "L2 hits"]
+    return table(header, lines) + provenance(bench)
+
+
 def stress() -> str:
     """Many launches in a row on two GPUs."""
     names = {
@@ -163,5 +186,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "forward_peers": forward_peers,
     "forward_routings": routings,
     "forward_tokens": tokens,
+    "layer_counters": counters,
     "layer_stress": stress,
 }
