@@ -1,11 +1,17 @@
-"""The scripts for GPU hosts, run without one: every step starts commands that exist, with options that they have."""
+"""The scripts for GPU hosts, run without one: every step starts commands that exist, with options that they have, and
+a script that is cut short leaves what its steps have printed, and none of their processes.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+import signal
 import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,6 +34,8 @@ STUB = """#!/usr/bin/env bash
 printf '%q ' "$(basename "$0")" "$@" >>"$COMMANDS"
 echo >>"$COMMANDS"
 """
+WITHIN = ["python3", "benchmarks/within.py"]
+"""How a step starts its command: with a time limit."""
 NVIDIA_SMI = "#!/usr/bin/env bash\nprintf 'GPU 0\\nGPU 1\\n'\n"
 
 
@@ -49,7 +57,8 @@ def commands(script: str, folder: Path, *arguments: str) -> list[list[str]]:
     command = ["bash", str(ROOT / "benchmarks" / script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [shlex.split(line) for line in (folder / "commands").read_text().splitlines()]
+    started = [shlex.split(line) for line in (folder / "commands").read_text().splitlines()]
+    return [line[3:] if line[:2] == WITHIN else line for line in started]
 
 
 def program_of(command: list[str]) -> tuple[Path | None, list[str]]:
@@ -95,3 +104,68 @@ def test_every_step_starts_what_exists_with_options_that_it_has(script: str, tmp
 def test_an_unknown_step_is_named(script: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="unknown step nothing; known"):
         commands(script, tmp_path, "nothing")
+
+
+HANGING = """
+cd {root} && . benchmarks/gpu_steps.sh
+hang() {{ step "$1" 60 bash -c 'echo "said by $0" && setsid sleep 600' "$1"; }}
+alone() {{ hang alone; }}
+together() {{ hang left & hang right & wait; }}
+run_steps "$@"
+"""
+"""A script whose steps print a line and start a process in a session of its own, as engines do."""
+
+
+def cut_short(folder: Path, step: str, logs: list[str], number: signal.Signals) -> tuple[int, str]:
+    """Status and output of a script that gets a signal when its step has begun to write the logs of these names."""
+    programs, script = folder / "bin", folder / "script.sh"
+    programs.mkdir()
+    (programs / "nvidia-smi").write_text(NVIDIA_SMI)
+    (programs / "nvidia-smi").chmod(0o755)
+    (programs / "python3").symlink_to(sys.executable)
+    script.write_text(HANGING.format(root=shlex.quote(str(ROOT))))
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "OUT": str(folder / "out")}
+    with subprocess.Popen(["bash", script, step], env=environment, stdout=subprocess.PIPE, text=True) as process:
+        begun = [folder / "out" / f"{name}.log" for name in logs]
+        wait_until(lambda: all(log.exists() and log.read_text() for log in begun))
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)  # it ends when no process holds the pipe, none of a step either
+    return process.returncode, output
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait until something is so, or fail."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def sleepers() -> set[str]:
+    """Process ids of what ``HANGING`` starts."""
+    found = subprocess.run(["pgrep", "-fx", "sleep 600"], capture_output=True, text=True, check=False)
+    return set(found.stdout.split())
+
+
+@pytest.mark.parametrize(("step", "logs"), [("alone", ["alone"]), ("together", ["left", "right"])])
+def test_a_script_that_is_told_to_end_keeps_the_logs_of_its_steps_and_none_of_their_processes(
+    step: str, logs: list[str], tmp_path: Path
+) -> None:
+    before = sleepers()
+    status, output = cut_short(tmp_path, step, logs, signal.SIGTERM)
+    assert status == 128 + signal.SIGTERM
+    kept = (tmp_path / "out" / "logs.txt").read_text()
+    for name in logs:
+        assert f"== {name}: " in output
+        assert f"said by {name}\n" in output
+        assert f"said by {name}\n" in kept
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["logs.txt"]
+    assert sleepers() <= before
+
+
+def test_a_script_that_is_killed_leaves_the_log_of_its_step_and_none_of_its_processes(tmp_path: Path) -> None:
+    before = sleepers()
+    status, _ = cut_short(tmp_path, "alone", ["alone"], signal.SIGKILL)
+    assert status == -signal.SIGKILL
+    assert (tmp_path / "out" / "alone.log").read_text() == "said by alone\n"
+    wait_until(lambda: sleepers() <= before)
