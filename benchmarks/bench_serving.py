@@ -155,10 +155,9 @@ class Run:
     def _rollout(self, fleet: Fleet, model: ServedModel, store: Path) -> None:
         options = self.options
         output = (options.output_tokens // 2, 2 * options.output_tokens)
-        samples = rollout.RolloutSamples(
-            model, self.sizes.num_ranks * self.sizes.max_requests, options.decode_prompt_tokens, output
-        )
-        samples.measure(fleet, options.rollout_seconds, store)
+        num_requests = fleet.members["stock"].spec.ranks * self.sizes.max_requests
+        samples = rollout.RolloutSamples(model, num_requests, options.decode_prompt_tokens, output)
+        samples.measure(fleet, options.rollout_seconds, self.sizes.max_batch_tokens, store)
         self._keep(model, "capture_rollout", samples.rows())
 
     def _load(self, model: ServedModel, folder: Path) -> None:

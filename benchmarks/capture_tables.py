@@ -48,15 +48,15 @@ def recording() -> str:
 
 
 def rollouts() -> str:
-    """What capture costs the throughput of rollouts, beside how far rounds of stock vLLM lie apart."""
+    """What capture costs the throughput of rollouts, and between which values that lies."""
     bench = "capture_rollout"
+    columns = {"time of a round": "", "95 % interval from": "_low", "to": "_high"}
     lines = [
-        [name, f"{value(bench, 'rollout_overhead_pct', variant=pair):+.2f} %"]
+        [name, *(cell("{:+.2f} %", bench, f"rollout_overhead{end}_pct", variant=pair) for end in columns.values())]
         for pair, name in ROLLOUTS.items()
         if rows(bench, "rollout_overhead_pct", variant=pair)
     ]
-    lines.append(["spread of stock vLLM's rounds", f"{value(bench, 'rollout_noise_pct', variant='stock'):.2f} %"])
-    return table(["", "time of a round"], lines) + provenance(bench)
+    return table(["", *columns], lines) + provenance(bench)
 
 
 TABLES: dict[str, Callable[[], str]] = {"stores": stores, "recording": recording, "rollouts": rollouts}

@@ -59,34 +59,27 @@ class Engine:
             max_tokens: of every request.
             chunk: tokens that a rank may schedule in a step.
         """
-        seconds, _ = await self._batch(prompts, max_tokens, chunk, logprobs=None)
+        seconds, _ = await self._batch(prompts, [max_tokens] * len(prompts), chunk, logprobs=None)
         return seconds
 
     async def complete(
         self, prompts: Sequence[list[int]], max_tokens: int, chunk: int, logprobs: bool = False
     ) -> list[Completion]:
         """Greedy continuations, submitted as a batch."""
-        _, completions = await self._batch(prompts, max_tokens, chunk, 0 if logprobs else None)
+        lengths = [max_tokens] * len(prompts)
+        _, completions = await self._batch(prompts, lengths, chunk, 0 if logprobs else None)
         return completions
 
-    async def rollouts(self, prompts: Sequence[list[int]], lengths: Sequence[int], num_clients: int) -> float:
-        """Seconds until every prompt has its output, asked by clients who each ask one after the other.
+    async def rollout_seconds(self, prompts: Sequence[list[int]], lengths: Sequence[int], chunk: int) -> float:
+        """Seconds from the first step until every response is handed on, outputs of different lengths.
 
         Args:
-            prompts: token ids.
+            prompts: token ids; dealt to ranks as in ``batch_seconds``.
             lengths: output tokens of each.
-            num_clients: requests at a time.
+            chunk: tokens that a rank may schedule in a step.
         """
-        waiting = iter(enumerate(zip(prompts, lengths, strict=True)))
-        budget = self.llm.vllm_config.scheduler_config.max_num_batched_tokens
-
-        async def client() -> None:
-            for number, (prompt, length) in waiting:
-                await self._complete(prompt, number, length, budget, None)
-
-        start = time.perf_counter()
-        await asyncio.gather(*(client() for _ in range(num_clients)))
-        return time.perf_counter() - start
+        seconds, _ = await self._batch(prompts, lengths, chunk, logprobs=None)
+        return seconds
 
     async def call_workers(self, method: str, *arguments: Any) -> Any:
         """The answer of the first worker to a method of ``worker.BenchmarkWorker``, while no rank steps.
@@ -145,12 +138,14 @@ class Engine:
         return totals
 
     async def _batch(
-        self, prompts: Sequence[list[int]], max_tokens: int, chunk: int, logprobs: int | None
+        self, prompts: Sequence[list[int]], lengths: Sequence[int], chunk: int, logprobs: int | None
     ) -> tuple[float, list[Completion]]:
+        # Data-parallel ranks that are idle take 32 steps to agree on a pause. Meanwhile those end that another engine's
+        # ranks still take after their last request, which are fewer.
         await self.llm.pause_generation(mode="keep", clear_cache=False)
         tasks = [
-            asyncio.ensure_future(self._complete(prompt, i, max_tokens, chunk, logprobs))
-            for i, prompt in enumerate(prompts)
+            asyncio.ensure_future(self._complete(prompt, i, length, chunk, logprobs))
+            for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
         ]
         await self._all_submitted(len(tasks))
         start = time.perf_counter()

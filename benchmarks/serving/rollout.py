@@ -5,15 +5,20 @@ Decides the engines and the requests. Beside ``stock`` stand two engines that di
 option, which turns the flag on, appends every request to a store and hands the response on behind it. The part between
 the two is ours.
 
-A round is the same requests for each engine, in turns: short prompts and outputs of very different lengths, asked by as
-many clients as the engine runs at a time, each one after the other. The first round warms up. An overhead is the time
-that an engine took more than another in the same round, its median; ``rollout_noise_pct`` is how far the seconds of
-``stock`` lie apart, (largest - smallest) / median.
+A round is one batch of rollouts, as synchronous RL asks for it, the same for each engine, in turns: short prompts and
+outputs of very different lengths, all submitted before the first step. It is timed until the last response is handed
+on, which with capture is behind its record. So all prompts are computed in the first step, and every later one is of
+decode, in a CUDA graph: with requests that come one after the other, chance decides which steps mix the two, and rounds
+differ by far more than capture costs. Requests end in the order of their lengths and are recorded while others run.
+
+The first round warms up. An overhead is the time that an engine took more than another in the same round, its median
+over rounds; beside it stands an interval of 95 % (``median_interval``).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +36,6 @@ from megaflux_serve.capture import ReplayStore, seal
 BENCH = "capture"
 STOCK, ROUTES, CAPTURE = "stock", "stock-routes", "stock-capture"
 PAIRS = ((ROUTES, STOCK), (CAPTURE, STOCK), (CAPTURE, ROUTES))
-MIN_ROUNDS = 2
 
 
 def engines(stock: EngineSpec, store: Path) -> list[EngineSpec]:
@@ -57,36 +61,51 @@ def engines(stock: EngineSpec, store: Path) -> list[EngineSpec]:
     ]
 
 
+def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
+    """Two samples that enclose the median of whatever distribution they are drawn from, with at least 95 % certainty.
+
+    They are the k-th smallest and the k-th largest, with the largest k that is as certain. The median is outside when
+    fewer than k samples are on one side of it; each is there with probability 1/2, independently of the others. With
+    fewer than six samples there is no such k.
+    """
+    count, k, outside = len(samples), 0, 2 / 2 ** len(samples)
+    while outside <= 0.05:
+        k += 1
+        outside += 2 * math.comb(count, k) / 2**count
+    return (sorted(samples)[k - 1], sorted(samples)[-k]) if k else None
+
+
 @dataclass
 class RolloutSamples:
     """Seconds of every round by engine, of one model.
 
     Attributes:
         model: served.
-        num_clients: requests at a time, over all ranks.
+        num_requests: of a round; an engine runs all of them at the same time.
         prompt_tokens: of every request.
         output_tokens: least and most, drawn evenly.
         seconds: a list by engine; the warm-up is left out.
     """
 
     model: ServedModel
-    num_clients: int
+    num_requests: int
     prompt_tokens: int
     output_tokens: tuple[int, int]
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         draw = random.Random(0)
-        count, vocabulary = 2 * self.num_clients, self.model.vocabulary
-        self.prompts = [[draw.randrange(vocabulary) for _ in range(self.prompt_tokens)] for _ in range(count)]
-        self.lengths = [draw.randint(*self.output_tokens) for _ in range(count)]
+        each, vocabulary = range(self.num_requests), self.model.vocabulary
+        self.prompts = [[draw.randrange(vocabulary) for _ in range(self.prompt_tokens)] for _ in each]
+        self.lengths = [draw.randint(*self.output_tokens) for _ in each]
 
-    def measure(self, fleet: Fleet, seconds: float, store: Path) -> None:
-        """Ask the engines of a fleet for about so many seconds, after a round that warms up.
+    def measure(self, fleet: Fleet, seconds: float, chunk: int, store: Path) -> None:
+        """Ask the engines of a fleet for about so many seconds, after a round that warms up; at least one round counts.
 
         Args:
             fleet: with ``stock`` and those of ``engines``, as far as they started.
             seconds: of rounds.
+            chunk: budget of a step.
             store: where the second of ``engines`` captures to; what has gone there is checked at the end.
 
         Raises:
@@ -94,15 +113,11 @@ class RolloutSamples:
         """
         self.seconds = {name: [] for name in fleet.members}
         recorded = len(ReplayStore(store).scan()[0]) if store.exists() else 0  # requests that warmed up
-        end, number = None, 0
-        while end is None or number <= MIN_ROUNDS or time.monotonic() < end:
-            spent = self._round(fleet, number)
-            shown = " ".join(f"{name} {value:.3f}" for name, value in spent.items())
-            print(f"  {self.model.name} rollout, round {number}: seconds {shown}", flush=True)
-            if number:
-                for name, value in spent.items():
-                    self.seconds[name].append(value)
-            end = end or time.monotonic() + seconds
+        self._round(fleet, chunk, 0)
+        end, number = time.monotonic() + seconds, 1
+        while number == 1 or time.monotonic() < end:
+            for name, value in self._round(fleet, chunk, number).items():
+                self.seconds[name].append(value)
             number += 1
         if CAPTURE in self.seconds:
             self._check_store(store, recorded + number * len(self.prompts))
@@ -115,11 +130,11 @@ class RolloutSamples:
         print(f"  captured: {len(window)} records of {int(window.lengths.sum()):,} tokens, all sound", flush=True)
 
     def rows(self) -> Iterator[ResultRow]:
-        """Throughput of each engine, overhead of each pair, and how much rounds differ."""
+        """Throughput of each engine, and overhead of each pair with its interval, from six rounds on."""
         case = {
             "model": self.model.name,
             "layers": self.model.layers,
-            "clients": self.num_clients,
+            "requests": self.num_requests,
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": sum(self.lengths) // len(self.lengths),
         }
@@ -130,21 +145,22 @@ class RolloutSamples:
             if name in self.seconds and other in self.seconds:
                 pairs = zip(self.seconds[name], self.seconds[other], strict=True)
                 more = [100 * (mine / theirs - 1) for mine, theirs in pairs]
-                value = median(more)
-                yield ResultRow(BENCH, _case(case, f"{name} over {other}", more), "rollout_overhead_pct", value, "%")
-        if seconds := self.seconds.get(STOCK):
-            value = 100 * (max(seconds) - min(seconds)) / median(seconds)
-            yield ResultRow(BENCH, _case(case, STOCK, seconds), "rollout_noise_pct", value, "%")
+                compared = _case(case, f"{name} over {other}", more)
+                yield ResultRow(BENCH, compared, "rollout_overhead_pct", median(more), "%")
+                for bound, value in zip(("low", "high"), median_interval(more) or (), strict=False):
+                    yield ResultRow(BENCH, compared, f"rollout_overhead_{bound}_pct", value, "%")
 
-    def _round(self, fleet: Fleet, number: int) -> dict[str, float]:
+    def _round(self, fleet: Fleet, chunk: int, number: int) -> dict[str, float]:
         """Seconds by engine; who begins changes from round to round."""
         names = list(self.seconds)
         first = number % len(names)
         spent: dict[str, float] = {}
         for name in names[first:] + names[:first]:
-            spent |= fleet.each("rollouts", self.prompts, self.lengths, self.num_clients, only=[name])
+            spent |= fleet.each("rollout_seconds", self.prompts, self.lengths, chunk, only=[name])
         for name in self.seconds.keys() - spent.keys():  # it failed, and the fleet has said so
             del self.seconds[name]
+        shown = " ".join(f"{name} {value:.3f}" for name, value in spent.items())
+        print(f"  {self.model.name} rollout, round {number}: seconds {shown}", flush=True)
         return spent
 
 
@@ -152,4 +168,4 @@ def _case(case: Mapping[str, Any], variant: str, samples: Sequence[float]) -> di
     return {**case, "variant": variant, "rounds": len(samples)}
 
 
-__all__ = ["CAPTURE", "ROUTES", "RolloutSamples", "engines"]
+__all__ = ["CAPTURE", "ROUTES", "RolloutSamples", "engines", "median_interval"]

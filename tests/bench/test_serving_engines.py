@@ -56,6 +56,13 @@ def test_the_budget_of_a_step_comes_with_the_requests(fleet: Fleet) -> None:
     assert taken[128] < taken[32]
 
 
+def test_a_batch_of_rollouts_takes_as_many_steps_as_the_longest(fleet: Fleet) -> None:
+    prompts, stock = trace_prompts(TINY, 4, 16), fleet.members["stock"]
+    before = stock.call("count_steps")
+    assert stock.call("rollout_seconds", prompts, [12, 3, 20, 7], 128) > 0
+    assert 20 <= stock.call("count_steps") - before < 20 + 7  # one after the other they would take 42
+
+
 def test_answers_are_those_of_stock_vllm_in_float32(fleet: Fleet) -> None:
     answers = agreement.measure(fleet, TINY, num_prompts=12, lengths=(4, 16), output_tokens=8, batch=8)
     metrics = {name: value for name, (value, _) in agreement.compare(answers["stock"], answers["sticky"]).items()}
