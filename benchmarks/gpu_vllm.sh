@@ -3,7 +3,7 @@
 #   benchmarks/gpu_vllm.sh [STEP...]        default: all, in this order; seconds are the most that a step takes
 #
 #   smoke      230  do servers start, eager and with captured graphs, and answer as stock vLLM does?
-#   tests      400  tests/plugins/test_vllm_two_gpus.py
+#   tests      360  tests/plugins/test_vllm_two_gpus.py: six engines side by side; their logs are in $OUT/tests
 cd "$(dirname "$0")/.." || exit
 . benchmarks/gpu_steps.sh
 export PYTHONPATH="$PYTHONPATH:$work/metadata"
@@ -15,6 +15,9 @@ known_steps "$all" "$@"
 smoke() {
   LINES_SHOWN=170 step smoke "${SMOKE_LIMIT:-230}" python3 -m tests.plugins.vllm_smoke --out "$OUT/smoke" ${SMOKE:-}
 }
-tests() { LINES_SHOWN=60 step tests 400 python3 -m pytest -q -o addopts= -W ignore -p no:cacheprovider --tb=short tests/plugins/test_vllm_two_gpus.py; }
+tests() { # -v -s: what has ended is in the log at once
+  LINES_SHOWN=100 step tests 360 python3 -m pytest -v -s -o addopts= -W ignore -p no:cacheprovider --tb=short \
+    --basetemp "$OUT/tests" tests/plugins/test_vllm_two_gpus.py
+}
 
 run_steps "$@"

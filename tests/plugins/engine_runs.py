@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.plugins.processes import PROJECT, HttpServer, free_port, run_script, serving
+from tests.plugins.processes import PROJECT, HttpServer, run_script, serving
 
 TINY_MOE = PROJECT / "models" / "tiny-moe"
 PYTHON = os.environ.get("MEGAFLUX_VLLM_PYTHON", sys.executable)
 NUM_TOKENS = 24
 START_TIMEOUT_S = 280
 OFFLINE_TIMEOUT_S = 600  # six engines, one after the other
+_ports = iter(random.sample(range(15_000, 30_000), 15_000))  # at random, for another run of the tests beside this one
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -29,7 +32,15 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # compiles itself at the first start; greedy answers do not need it
+    # A program that uses NVLink multicast can put shared GPUs out of service.
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
 }
+NO_FUSED_ALLREDUCE = {"pass_config": {"fuse_allreduce_rms": False}}
+"""``compilation_config`` of tensor-parallel engines: without FlashInfer's all-reduce, which uses multicast."""
 ONE_PROCESS = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 COMMON = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256}  # float32: tokens have to be equal
 COMMON_FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--api-server-count", "1")
@@ -83,8 +94,11 @@ def serve(
     model: Path = TINY_MOE,
     common: Sequence[str] = COMMON_FLAGS,
     start_timeout_s: float = START_TIMEOUT_S,
+    environment: Mapping[str, str] = ENVIRONMENT,
 ) -> Iterator[Server]:
     """``vllm serve`` on a free port of this machine, stopped at the end with all its processes.
+
+    Servers may start side by side, each in a thread.
 
     Args:
         options: command-line options beside ``common``.
@@ -92,33 +106,58 @@ def serve(
         model: checkpoint folder.
         common: options that every test of a kind wants.
         start_timeout_s: the longest wait for the first answer.
+        environment: beside that of this process.
 
     Raises:
-        RuntimeError: the server ended or did not answer in time; carries the end of the log.
+        RuntimeError: the server ended or did not answer in time; carries parts of the log.
     """
-    port = free_port()
+    port = server_port()
     command = [PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1"]
     command += ["--port", str(port), *common, *options]
     server = Server(f"http://127.0.0.1:{port}", str(model))
-    with serving(server, command, log, ENVIRONMENT, start_timeout_s):
+    with serving(server, command, log, environment, start_timeout_s):
         yield server
 
 
-def run_offline(runs: list[dict[str, Any]], folder: Path) -> dict[str, list[list[int]]]:
-    """Greedy tokens after ``PROMPTS`` of one engine after the other.
+def server_port() -> int:
+    """A port that nobody listens on and that is given once only.
+
+    It lies below those that the system hands out: engines that start side by side take dozens of them, and a server
+    listens only seconds after it was told where.
+    """
+    for port in _ports:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("every port from 15000 to 29999 is taken")
+
+
+def run_offline(
+    runs: list[dict[str, Any]],
+    folder: Path,
+    timeout_s: float = OFFLINE_TIMEOUT_S,
+    environment: Mapping[str, str] = ONE_PROCESS,
+) -> dict[str, list[list[int]]]:
+    """Greedy tokens after ``PROMPTS`` of one engine after the other. Engines to run side by side are calls in threads.
 
     Args:
         runs: ``name``, ``model`` and keyword arguments of ``vllm.LLM`` as ``options``, beside or instead of those that
             every test wants; ``reload`` names a checkpoint whose weights are loaded afterwards, for tokens under the
             name ``<name>, reloaded``.
         folder: for files.
+        timeout_s: the longest that all may take.
+        environment: beside that of this process.
 
     Returns:
         Tokens a prompt, by name.
+
+    Raises:
+        RuntimeError: an engine failed; carries parts of the log.
+        subprocess.TimeoutExpired: they took longer.
     """
     request, answer = folder / "runs.json", folder / "tokens.json"
     request.write_text(json.dumps(runs))
-    run_script(PYTHON, __file__, [request, answer], folder / "offline.log", ONE_PROCESS, OFFLINE_TIMEOUT_S)
+    run_script(PYTHON, __file__, [request, answer], folder / "offline.log", environment, timeout_s)
     tokens: dict[str, list[list[int]]] = json.loads(answer.read_text())
     return tokens
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[2]
-LOG_END = 4000
-"""Characters of a log that an error shows."""
+LOG_PART = 4000
+"""Characters of a log that an error shows from its first error on, and of its end."""
 
 
 class HttpServer:
@@ -74,14 +75,14 @@ def serving(
         start_timeout_s: the longest wait for the first answer.
 
     Raises:
-        RuntimeError: it ended or did not answer in time; carries the end of the log.
+        RuntimeError: it ended or did not answer in time; carries parts of the log.
     """
     process = _start(command, log, environment)
     try:
         deadline = time.monotonic() + start_timeout_s
         while not server.is_healthy():
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{command[0]} did not start a server; the end of {log}:\n{_end_of(log)}")
+                raise RuntimeError(f"{command[0]} did not start a server; from {log}:\n{_parts_of(log)}")
             time.sleep(0.5)
         yield
     finally:
@@ -102,7 +103,7 @@ def run_script(
         timeout_s: the longest that it may take.
 
     Raises:
-        RuntimeError: it failed; carries the end of the log.
+        RuntimeError: it failed; carries parts of the log.
         subprocess.TimeoutExpired: it took longer.
     """
     places = os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH"))))
@@ -110,7 +111,7 @@ def run_script(
     process = _start(command, log, {**environment, "PYTHONPATH": places})
     try:
         if process.wait(timeout=timeout_s):
-            raise RuntimeError(f"{script} failed; the end of {log}:\n{_end_of(log)}")
+            raise RuntimeError(f"{script} failed; from {log}:\n{_parts_of(log)}")
     finally:
         _stop(process)
 
@@ -134,8 +135,15 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def _end_of(log: Path) -> str:
-    return log.read_text(errors="replace")[-LOG_END:]
+def _parts_of(log: Path) -> str:
+    """Where the trouble begins, and the end, which with several processes is often just about processes that died."""
+    text = log.read_text(errors="replace")
+    first = re.search(r"^.*(ERROR|Traceback|Fatal)", text, re.MULTILINE)
+    end = max(len(text) - LOG_PART, 0)
+    if first is None or first.start() >= end:
+        return text[end:]
+    begin = first.start()
+    return f"{text[begin : min(begin + LOG_PART, end)]}\n[...]\n{text[end:]}"
 
 
 __all__ = ["PROJECT", "HttpServer", "free_port", "run_script", "serving"]

@@ -25,7 +25,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.plugins.engine_runs import ENVIRONMENT, PROMPTS, TINY_MOE
+from tests.plugins.engine_runs import ENVIRONMENT, NO_FUSED_ALLREDUCE, PROMPTS, TINY_MOE
 from tests.plugins.processes import free_port
 from tests.plugins.random_moe import write_checkpoint, write_neighbours
 
@@ -121,7 +121,8 @@ def serve_rank(run: Run, rank: int, port: int, models: Models, out: Path) -> Non
 
         begin = time.monotonic()
         backend = "external_launcher" if run.is_tensor_parallel else "uni"
-        more = {"tensor_parallel_size": RANKS} if run.is_tensor_parallel else {}
+        split = {"tensor_parallel_size": RANKS, "compilation_config": NO_FUSED_ALLREDUCE}
+        more = split if run.is_tensor_parallel else {}
         model = models.tiny if run.is_tiny else models.random
         llm = LLM(str(model), distributed_executor_backend=backend, **run.arguments, **more)
         answer: dict[str, Any] = {"start_s": time.monotonic() - begin}
