@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -108,12 +109,12 @@ def test_an_unknown_step_is_named(script: str, tmp_path: Path) -> None:
 
 HANGING = """
 cd {root} && . benchmarks/gpu_steps.sh
-hang() {{ step "$1" 60 bash -c 'echo "said by $0" && setsid sleep 600' "$1"; }}
+hang() {{ step "$1" 60 bash -c 'echo "said by $0" && setsid bash -c "exec -a $OUT sleep 600"' "$1"; }}
 alone() {{ hang alone; }}
 together() {{ hang left & hang right & wait; }}
 run_steps "$@"
 """
-"""A script whose steps print a line and start a process in a session of its own, as engines do."""
+"""A script whose steps print a line and start a process in a session of its own, as engines do; it is called $OUT."""
 
 
 def cut_short(folder: Path, step: str, logs: list[str], number: signal.Signals) -> tuple[int, str]:
@@ -127,7 +128,9 @@ def cut_short(folder: Path, step: str, logs: list[str], number: signal.Signals) 
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "OUT": str(folder / "out")}
     with subprocess.Popen(["bash", script, step], env=environment, stdout=subprocess.PIPE, text=True) as process:
         begun = [folder / "out" / f"{name}.log" for name in logs]
-        wait_until(lambda: all(log.exists() and log.read_text() for log in begun))
+        wait_until(
+            lambda: all(log.exists() and log.read_text() for log in begun) and len(sleepers(folder)) == len(logs)
+        )
         process.send_signal(number)
         output, _ = process.communicate(timeout=60)  # it ends when no process holds the pipe, none of a step either
     return process.returncode, output
@@ -141,17 +144,20 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.05)
 
 
-def sleepers() -> set[str]:
-    """Process ids of what ``HANGING`` starts."""
-    found = subprocess.run(["pgrep", "-fx", "sleep 600"], capture_output=True, text=True, check=False)
-    return set(found.stdout.split())
+def sleepers(folder: Path) -> list[str]:
+    """Process ids of what the steps of ``HANGING`` have started."""
+    found = []
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            if command.read_bytes().split(b"\0")[0] == os.fsencode(folder / "out"):
+                found.append(command.parent.name)
+    return found
 
 
 @pytest.mark.parametrize(("step", "logs"), [("alone", ["alone"]), ("together", ["left", "right"])])
 def test_a_script_that_is_told_to_end_keeps_the_logs_of_its_steps_and_none_of_their_processes(
     step: str, logs: list[str], tmp_path: Path
 ) -> None:
-    before = sleepers()
     status, output = cut_short(tmp_path, step, logs, signal.SIGTERM)
     assert status == 128 + signal.SIGTERM
     kept = (tmp_path / "out" / "logs.txt").read_text()
@@ -160,12 +166,11 @@ def test_a_script_that_is_told_to_end_keeps_the_logs_of_its_steps_and_none_of_th
         assert f"said by {name}\n" in output
         assert f"said by {name}\n" in kept
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["logs.txt"]
-    assert sleepers() <= before
+    assert not sleepers(tmp_path)
 
 
 def test_a_script_that_is_killed_leaves_the_log_of_its_step_and_none_of_its_processes(tmp_path: Path) -> None:
-    before = sleepers()
     status, _ = cut_short(tmp_path, "alone", ["alone"], signal.SIGKILL)
     assert status == -signal.SIGKILL
     assert (tmp_path / "out" / "alone.log").read_text() == "said by alone\n"
-    wait_until(lambda: sleepers() <= before)
+    wait_until(lambda: not sleepers(tmp_path))
