@@ -17,6 +17,7 @@ import asyncio
 import functools
 import logging
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from megaflux_serve.errors import UnsupportedError
@@ -75,28 +76,32 @@ class OutputsBehindRecords:
             self.queue.put(output)
 
 
-def install() -> None:
-    """Hook vLLM's front end; without the option ``capture`` nothing is recorded."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
-
-    if is_installed():
-        return
-    EngineArgs.create_engine_config = _with_routes_returned(EngineArgs.create_engine_config)
-    for engine in (LLMEngine, AsyncLLM):
-        engine.__init__ = _with_capture(engine.__init__)
-    LLMEngine.step = _behind_records(LLMEngine.step)
-    OutputProcessor.add_request = _with_labels(OutputProcessor.add_request)
-    RequestState._new_completion_output = _recording(RequestState._new_completion_output)
+def install(module: ModuleType) -> None:
+    """Hook a module of vLLM's front end; without the option ``capture`` nothing is recorded."""
+    for owner, name, wrapper in _wrapped(module):
+        method = wrapper(getattr(owner, name))
+        method.captured_by_megaflux = True
+        setattr(owner, name, method)
 
 
-def is_installed() -> bool:
-    """Whether finished requests reach a recorder."""
-    from vllm.v1.engine.output_processor import RequestState
+def is_installed(module: ModuleType) -> bool:
+    """Whether the module does its part in bringing finished requests to a recorder."""
+    return all(hasattr(getattr(owner, name), "captured_by_megaflux") for owner, name, _ in _wrapped(module))
 
-    return hasattr(RequestState._new_completion_output, "recorded_by_megaflux")
+
+def _wrapped(module: ModuleType) -> list[tuple[Any, str, Any]]:
+    """Class, method and what the method is wrapped in, for all that is hooked in a module."""
+    wrappers = {
+        "vllm.engine.arg_utils": {"EngineArgs.create_engine_config": _with_routes_returned},
+        "vllm.v1.engine.llm_engine": {"LLMEngine.__init__": _with_capture, "LLMEngine.step": _behind_records},
+        "vllm.v1.engine.async_llm": {"AsyncLLM.__init__": _with_capture},
+        "vllm.v1.engine.output_processor": {
+            "OutputProcessor.add_request": _with_labels,
+            "RequestState._new_completion_output": _recording,
+        },
+    }[module.__name__]
+    paths = ((*path.split("."), wrapper) for path, wrapper in wrappers.items())
+    return [(getattr(module, owner), name, wrapper) for owner, name, wrapper in paths]
 
 
 def capture_folder(additional_config: Any) -> Path | None:
@@ -222,7 +227,6 @@ def _recording(create: Any) -> Any:
             capture.finish(output, finished_request(self, output.routed_experts, skipped, labels))
         return output
 
-    _new_completion_output.recorded_by_megaflux = True  # type: ignore[attr-defined]
     return _new_completion_output
 
 

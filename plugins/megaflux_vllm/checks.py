@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError, UnsupportedError, renamed
 from megaflux_vllm.backend_name import BACKEND
-from megaflux_vllm.choice import settle
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+
+    from megaflux_serve.config import MegaFluxConfig
 
 FLAG = f"--moe-backend {BACKEND}"
 DTYPES = ("float32", "bfloat16")
@@ -44,13 +45,9 @@ SERVED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str, str]] = {
 }
 
 
-def check_before_weights_load() -> None:
+def install(module: ModuleType) -> None:
     """Run the checks around ``EngineArgs.create_engine_config``, where ``vllm serve`` and ``LLM`` both start."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    if is_installed():
-        return
-    create = EngineArgs.create_engine_config
+    create = module.EngineArgs.create_engine_config
 
     @functools.wraps(create)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
@@ -63,14 +60,12 @@ def check_before_weights_load() -> None:
         return config
 
     create_engine_config.checked_by_megaflux = True
-    EngineArgs.create_engine_config = create_engine_config
+    module.EngineArgs.create_engine_config = create_engine_config
 
 
-def is_installed() -> bool:
+def is_installed(module: ModuleType) -> bool:
     """Whether ``create_engine_config`` runs the checks."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    return hasattr(EngineArgs.create_engine_config, "checked_by_megaflux")
+    return hasattr(module.EngineArgs.create_engine_config, "checked_by_megaflux")
 
 
 def megaflux_config(additional_config: Any) -> MegaFluxConfig:
@@ -79,6 +74,8 @@ def megaflux_config(additional_config: Any) -> MegaFluxConfig:
     Raises:
         ConfigError: naming the option as the user wrote it.
     """
+    from megaflux_serve.config import MegaFluxConfig
+
     options = additional_config.get(BACKEND, {}) if isinstance(additional_config, dict) else {}
     with named_as_written():
         return MegaFluxConfig.parse(options)
@@ -121,6 +118,8 @@ def check_config(config: VllmConfig) -> MegaFluxConfig:
         ConfigError: ranks that do not divide the experts, more replica slots than a rank can use.
         UnsupportedError: a dense or quantized model, a dtype, experts that are not spread by expert parallelism.
     """
+    from megaflux_vllm.choice import settle
+
     model, parallel = config.model_config, config.parallel_config
     options = megaflux_config(config.additional_config)
     num_experts = model.get_num_experts()
@@ -193,9 +192,9 @@ def check_layer(name: str, moe: FusedMoEConfig, quantized_as: str | None, weight
 
 __all__ = [
     "check_arguments",
-    "check_before_weights_load",
     "check_config",
     "check_layer",
+    "install",
     "is_installed",
     "megaflux_config",
     "named_as_written",

@@ -8,6 +8,7 @@ vLLM's own metrics, and whether they are in multiprocess mode, stay as they are.
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from megaflux_vllm.backend_name import BACKEND
@@ -21,25 +22,14 @@ if TYPE_CHECKING:
     from megaflux_serve.metrics.meter import Meter
 
 
-def install() -> None:
+def install(module: ModuleType) -> None:
     """Hook the front end; a server that does not use the backend, or not the option ``metrics``, stays as it is."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    from megaflux_serve.metrics.registries import show_layers
-
-    if is_installed():
-        return
-    EngineArgs.create_engine_config = _naming_a_folder(EngineArgs.create_engine_config)
-    show_layers()
+    module.EngineArgs.create_engine_config = _naming_a_folder(module.EngineArgs.create_engine_config)
 
 
-def is_installed() -> bool:
-    """Whether servers name a folder, and answers show what is in it."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    from megaflux_serve.metrics.registries import is_shown
-
-    return hasattr(EngineArgs.create_engine_config, "names_a_folder") and is_shown()
+def is_installed(module: ModuleType) -> bool:
+    """Whether servers name a folder, and their answers show what is in it."""
+    return hasattr(module.EngineArgs.create_engine_config, "names_a_folder")
 
 
 def worker_meter(
@@ -64,19 +54,27 @@ def worker_meter(
 def _naming_a_folder(create: Any) -> Any:
     @functools.wraps(create)
     def create_engine_config(self: EngineArgs, usage_context: Any = None, *args: Any, **kwargs: Any) -> VllmConfig:
-        from vllm.usage.usage_lib import UsageContext
-
-        from megaflux_serve.metrics.snapshot import name_folder
-        from megaflux_vllm.checks import megaflux_config
-
         config: VllmConfig = create(self, usage_context, *args, **kwargs)
-        serves = usage_context is UsageContext.OPENAI_API_SERVER  # an offline engine has no /metrics
-        if serves and config.kernel_config.moe_backend == BACKEND and megaflux_config(config.additional_config).metrics:
-            name_folder()
+        if config.kernel_config.moe_backend == BACKEND:
+            _show_layers_of(config, usage_context)
         return config
 
     create_engine_config.names_a_folder = True  # type: ignore[attr-defined]
     return create_engine_config
+
+
+def _show_layers_of(config: VllmConfig, usage_context: Any) -> None:
+    """Name a folder and show what workers write there, in a server's front end that metrics are not turned off for."""
+    from vllm.usage.usage_lib import UsageContext
+
+    from megaflux_serve.metrics.registries import show_layers
+    from megaflux_serve.metrics.snapshot import name_folder
+    from megaflux_vllm.checks import megaflux_config
+
+    serves = usage_context is UsageContext.OPENAI_API_SERVER  # an offline engine has no /metrics
+    if serves and megaflux_config(config.additional_config).metrics:
+        name_folder()
+        show_layers()
 
 
 __all__ = ["install", "is_installed", "worker_meter"]

@@ -22,6 +22,7 @@ from megaflux_serve.executors import DeviceExecutor, select_executor
 from megaflux_serve.rank import RankContext
 from megaflux_serve.slots import IntArray, SlotLayout
 from megaflux_serve.workspace import ExpertWeights
+from megaflux_vllm import hooks
 from megaflux_vllm.checks import megaflux_config, named_as_written
 from megaflux_vllm.metrics import worker_meter
 from megaflux_vllm.steps import watch_steps
@@ -65,7 +66,7 @@ def rank_context() -> VllmRankContext:
     """The context of vLLM's expert-parallel group, made with the first layer of the model that is being built.
 
     Raises:
-        ConfigError, UnsupportedError: options or an executor that cannot be used here.
+        ConfigError, UnsupportedError: options or an executor that cannot be used here; a hook that is not in its place.
     """
     from vllm.config import get_current_vllm_config
     from vllm.distributed import get_ep_group
@@ -73,6 +74,7 @@ def rank_context() -> VllmRankContext:
 
     group = get_ep_group()
     if group not in _contexts:
+        hooks.install()
         config = get_current_vllm_config()
         options = megaflux_config(config.additional_config)
         with named_as_written():

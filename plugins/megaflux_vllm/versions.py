@@ -1,4 +1,4 @@
-"""Which vLLM releases the hooks were tried on, and whether they took in this process.
+"""Which vLLM releases the hooks were tried on.
 
 Decides what is refused for its version. Knows nothing of models or options.
 """
@@ -34,28 +34,4 @@ def refusal(version: str) -> UnsupportedError:
     )
 
 
-def check_hooks_took(version: str) -> None:
-    """Hold every hook to what it is for, so that a changed vLLM is an error here and never a silent other backend.
-
-    Raises:
-        UnsupportedError: naming the hook that did not take.
-    """
-    from megaflux_vllm import backend_name, capture, checks, layer, metrics
-
-    hooks = {
-        "the name of the backend": backend_name.is_accepted(),
-        "checks before weights load": checks.is_installed(),
-        "capture of routes": capture.is_installed(),
-        "metrics of layers": metrics.is_installed(),
-        "the layer of routed experts": layer.is_replaced(),
-    }
-    missing = [what for what, took in hooks.items() if not took]
-    if missing:
-        raise UnsupportedError(
-            f"megaflux on vLLM {version}",
-            f"these hooks did not take: {', '.join(missing)}",
-            "remove other plugins that replace the same parts, or disable this one with VLLM_PLUGINS",
-        )
-
-
-__all__ = ["TESTED", "check_hooks_took", "engine_version", "is_supported", "refusal"]
+__all__ = ["TESTED", "engine_version", "is_supported", "refusal"]

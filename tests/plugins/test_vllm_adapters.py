@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import megaflux_vllm
-from megaflux_vllm import backend_name, checks, cpu_router, layer, method, ranks, versions
+from megaflux_vllm import backend_name, cpu_router, hooks, layer, method, ranks, versions
 from megaflux_vllm.ranks import RowShard, home_ranks
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.kernel import KernelConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -44,9 +45,12 @@ def _registered() -> None:
 
 
 def test_registering_again_changes_nothing() -> None:
-    before = dict(op_registry_oot), checks.is_installed(), KernelConfig.__annotations__["moe_backend"]
+    def state() -> tuple[Any, ...]:
+        return dict(op_registry_oot), EngineArgs.create_engine_config, KernelConfig.__annotations__["moe_backend"]
+
+    before = state()
     megaflux_vllm.register()
-    assert (dict(op_registry_oot), checks.is_installed(), KernelConfig.__annotations__["moe_backend"]) == before
+    assert state() == before
 
 
 def test_other_backends_keep_their_names_and_wrong_ones_are_refused() -> None:
@@ -81,7 +85,7 @@ def test_a_release_that_is_not_supported_is_left_alone_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(versions, "engine_version", lambda: "0.34.0")
-    monkeypatch.setattr(backend_name, "accept", lambda: pytest.fail("hooked an unknown release"))
+    monkeypatch.setattr(hooks, "install", lambda: pytest.fail("hooked an unknown release"))
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # vLLM's own handler would keep it from caplog
     megaflux_vllm.register()
     assert "--moe-backend megaflux on vLLM 0.34.0: its layer interface has not been tested" in caplog.text

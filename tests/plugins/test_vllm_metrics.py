@@ -22,10 +22,11 @@ def test_a_folder_is_named_for_a_server_with_the_backend_alone(monkeypatch: pyte
     from megaflux_vllm import metrics
     from vllm.usage.usage_lib import UsageContext
 
-    from megaflux_serve.metrics import snapshot
+    from megaflux_serve.metrics import registries, snapshot
 
-    named: list[Any] = []
-    monkeypatch.setattr(snapshot, "name_folder", lambda: named.append(True))
+    named: list[str] = []
+    monkeypatch.setattr(snapshot, "name_folder", lambda: named.append("named"))
+    monkeypatch.setattr(registries, "show_layers", lambda: named.append("shown"))
 
     def create(args: Any, usage_context: Any = None) -> Any:
         config = {"megaflux": {"metrics": args.metrics}}
@@ -38,18 +39,17 @@ def test_a_folder_is_named_for_a_server_with_the_backend_alone(monkeypatch: pyte
     hooked(SimpleNamespace(backend="megaflux", metrics=False), UsageContext.OPENAI_API_SERVER)
     assert named == []
     hooked(SimpleNamespace(backend="megaflux", metrics=True), usage_context=UsageContext.OPENAI_API_SERVER)
-    assert named == [True]
+    assert named == ["named", "shown"]
 
 
 def test_registering_again_changes_nothing() -> None:
     import megaflux_vllm
-    from megaflux_vllm import metrics
     from vllm.engine.arg_utils import EngineArgs
 
     megaflux_vllm.register()
     hooked = EngineArgs.create_engine_config
     megaflux_vllm.register()
-    assert metrics.is_installed()
+    assert hooked.names_a_folder
     assert EngineArgs.create_engine_config is hooked
 
 
