@@ -104,17 +104,17 @@ def end_all(number: int, patience_s: float) -> None:
 
 
 def descendants() -> list[int]:
-    """Process ids of the children of this process, their children and so on; those that have ended are reaped first."""
+    """Process ids of the children of this process, their children and so on; those that have ended are reaped first.
+
+    A zombie that is still there counts, since it may have children: threads of a process end after its first one.
+    """
     list(reaped())
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
+        with suppress(OSError):  # it has ended
             pid, _, fields = stat.read_text().partition(" ")
-        except OSError:  # it has ended
-            continue
-        state, parent = fields[fields.rindex(")") + 1 :].split()[:2]
-        if state not in "ZX":
-            children.setdefault(int(parent), []).append(int(pid))
+            parent = int(fields[fields.rindex(")") + 1 :].split()[1])
+            children.setdefault(parent, []).append(int(pid))
     found = list(children.get(os.getpid(), ()))
     for pid in found:
         found += children.get(pid, ())

@@ -15,6 +15,16 @@ WITHIN = Path(__file__).resolve().parents[2] / "benchmarks" / "within.py"
 DAEMON = "setsid sleep 600 & echo $!"  # in a session of its own, and an orphan as soon as its parent ends
 
 
+ENDS_ITS_FIRST_THREAD = """
+import ctypes, os, platform, subprocess, threading, time
+threading.Thread(target=time.sleep, args=[600]).start()
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print(os.getpid(), child.pid, flush=True)
+exit_thread = {"x86_64": 60, "aarch64": 93}[platform.machine()]
+ctypes.CDLL(None).syscall(exit_thread, 0)
+"""
+
+
 def within(seconds: float, shell: str) -> subprocess.Popen[str]:
     """A shell command within a time limit."""
     command = [sys.executable, str(WITHIN), str(seconds), "bash", "-c", shell]
@@ -61,6 +71,20 @@ def test_a_command_that_ignores_signals_is_killed() -> None:
         process.communicate(timeout=60)
     assert process.returncode == 143
     assert not is_alive(pid)
+
+
+def test_children_of_a_process_whose_first_thread_has_ended_are_found() -> None:
+    """Its state is a zombie's, and its children still its own: how every process with threads ends, drawn out."""
+    with within(60, f"exec {sys.executable} -c '{ENDS_ITS_FIRST_THREAD}'") as process:
+        assert process.stdout is not None
+        leader, child = map(int, process.stdout.readline().split())
+        while is_alive(leader):
+            time.sleep(0.05)
+        assert is_alive(child)
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert not is_alive(child)
 
 
 def test_a_command_keeps_the_signals_that_a_shell_ignores_in_the_background() -> None:
