@@ -135,9 +135,11 @@ def engine_spec(
 
 
 def compilation(sizes: Sizes) -> dict[str, Any]:
-    """What vLLM compiles and captures."""
+    """What vLLM compiles and captures; FlashInfer's fused all-reduce, which would use NVLink multicast, stays off."""
     captured = {"cudagraph_capture_sizes": [size for size in CAPTURED_BATCHES if size <= sizes.max_requests]}
-    return captured if sizes.is_compiled else captured | {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    if sizes.is_compiled:
+        return captured | {"pass_config": {"fuse_allreduce_rms": False}}
+    return captured | {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
 def megaflux_options(backend: str, model: ServedModel, num_ranks: int) -> dict[str, Any]:
