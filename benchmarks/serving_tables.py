@@ -39,9 +39,9 @@ LOAD = {
 PREFILL_KEYS = ("model", "routing", "batch", "chunk")
 
 
-def prefill(bench: str = "prefill_latency") -> str:
-    """Time until every request has a token, in every case, by backend, and the two ratios that matter."""
-    measured = rows(bench, "latency_ms")
+def prefill(bench: str = "prefill_latency", **shown: Any) -> str:
+    """Time until every request has a token, by case and backend, and the two ratios that matter."""
+    measured = rows(bench, "latency_ms", **shown)
     backends = [name for name in BACKENDS if any(row["case"]["backend"] == name for row in measured)]
     lines = []
     for case in prefill_cases(measured):
@@ -135,6 +135,7 @@ def load() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "prefill": prefill,
+    "prefill_16": partial(prefill, batch=16, chunk=16384),
     "sglang_prefill": partial(prefill, "sglang_prefill"),
     "decode": decode,
     "agreement": agreement,
