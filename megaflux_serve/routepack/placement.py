@@ -203,19 +203,22 @@ def _closest_pair(x: Int64Array, y: Int64Array, target: float) -> tuple[int, int
 
 
 @compiled_part
-def _best_pair(x: Int64Array, y: Int64Array, above_p: float, above_q: float, landing: bool) -> tuple[int, int, float]:
-    """The best swap between two ranks whose loads lie ``above_p`` and ``above_q`` above the mean: positions and
-    gain."""
+def _best_pair(
+    x: Int64Array, y: Int64Array, above_p: int, above_q: int, num_ranks: int, landing: bool
+) -> tuple[int, int, float]:
+    """The best swap between two ranks whose loads lie ``above_p / P`` and ``above_q / P`` above the mean: positions and
+    gain. Whole numbers, since a mean that is rounded lets a swap that only exchanges two loads seem to gain, and again
+    when it is swapped back."""
     if not landing:
-        half = (above_p - above_q) / 2
+        half = ((above_p - above_q) // num_ranks) / 2
         i, j, distance = _closest_pair(x, y, half)
         return i, j, half * half - distance * distance
     best_i, best_j, best = 0, 0, 0.0
-    if above_p * above_q > 0:  # both above or both below: a swap would push one further away
+    if (above_p > 0) == (above_q > 0):  # both above or both below: a swap would push one further away
         return best_i, best_j, best
-    for target in (above_p, -above_q):
+    for target in (above_p / num_ranks, -above_q / num_ranks):
         i, j, _ = _closest_pair(x, y, target)
-        moved = x[i] - y[j]
+        moved = (x[i] - y[j]) * num_ranks
         gain = np.sqrt(abs(above_p)) + np.sqrt(abs(above_q))
         gain -= np.sqrt(abs(above_p - moved)) + np.sqrt(abs(above_q + moved))
         if gain > best:
@@ -266,7 +269,8 @@ def _repair_layer(
         values[rank, filled[rank]], experts[rank, filled[rank]] = load[e], e
         filled[rank] += 1
         total[rank] += load[e]
-    mean = total.sum() / num_ranks
+    whole = total.sum()
+    mean = whole / num_ranks
 
     # 2. The best swap of every pair of ranks; then the best of all, until the target is met or nothing helps.
     pair_x, pair_y = np.zeros((num_ranks, num_ranks), np.int64), np.zeros((num_ranks, num_ranks), np.int64)
@@ -277,8 +281,10 @@ def _repair_layer(
         for a in range(num_ranks):
             for b in range(a + 1, num_ranks):
                 if stale[a] or stale[b]:
-                    above_a, above_b = total[a] - mean, total[b] - mean
-                    pair_x[a, b], pair_y[a, b], gain[a, b] = _best_pair(values[a], values[b], above_a, above_b, landing)
+                    above_a, above_b = total[a] * num_ranks - whole, total[b] * num_ranks - whole
+                    pair_x[a, b], pair_y[a, b], gain[a, b] = _best_pair(
+                        values[a], values[b], above_a, above_b, num_ranks, landing
+                    )
                 if gain[a, b] > best:
                     best, p, q = gain[a, b], a, b
         if p < 0 and not landing:
