@@ -26,6 +26,7 @@ FLAG = f"--moe-backend {BACKEND}"
 DTYPES = ("float32", "bfloat16")
 
 OFF = (False, None)
+DRAFT_MODELS = "layers of a draft model are not tested"
 # EngineArgs field: (values that are served, why others are not, what to do instead)
 SERVED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "enable_eplb": (
@@ -35,11 +36,16 @@ SERVED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str, str]] = {
     ),
     "enable_elastic_ep": (OFF, "ranks and home experts are fixed when the engine starts", "drop it"),
     "enable_dbo": (OFF, "the exchanges of two half batches would interleave", "drop it"),
+    "ubatch_size": ((0, 1), "the exchanges of parts of a batch would interleave", "drop it"),
     "enable_lora": (OFF, "adapters of routed experts are not computed", "merge the adapter into the checkpoint"),
     "enable_sleep_mode": (OFF, "weights and replicas lie in memory that other ranks map", "drop it"),
     "cpu_offload_gb": ((0,), "weights lie in memory that other ranks map", "drop it"),
+    "offload_group_size": ((0,), "weights lie in memory that other ranks map", "drop it"),
     "quantization": (OFF, f"experts are computed in {' or '.join(DTYPES)}", "serve a checkpoint that is not quantized"),
-    "speculative_config": (OFF, "layers of a draft model are not tested", "drop it"),
+    "speculative_config": (OFF, DRAFT_MODELS, "drop it"),
+    "spec_method": (OFF, DRAFT_MODELS, "drop it"),
+    "spec_model": (OFF, DRAFT_MODELS, "drop it"),
+    "spec_tokens": (OFF, DRAFT_MODELS, "drop it"),
     "pipeline_parallel_size": ((1,), "pipeline stages are not tested", "use data or tensor parallelism"),
     "prefill_context_parallel_size": ((1,), "rows split by context are not tested", "use data or tensor parallelism"),
 }
@@ -116,7 +122,8 @@ def check_config(config: VllmConfig) -> MegaFluxConfig:
 
     Raises:
         ConfigError: ranks that do not divide the experts, more replica slots than a rank can use.
-        UnsupportedError: a dense or quantized model, a dtype, experts that are not spread by expert parallelism.
+        UnsupportedError: a dense or quantized model, one that brings a draft model, a dtype, experts that are not
+            spread by expert parallelism.
     """
     from megaflux_vllm.choice import settle
 
@@ -132,6 +139,8 @@ def check_config(config: VllmConfig) -> MegaFluxConfig:
             f"with {FLAG}, experts are computed in {' or '.join(DTYPES)}",
             "serve a checkpoint that is not quantized",
         )
+    if config.speculative_config is not None:  # the flags are off, but a checkpoint may turn it on
+        raise UnsupportedError("a checkpoint with a draft model", f"with {FLAG}, {DRAFT_MODELS}", "serve its target")
     if str(model.dtype).removeprefix("torch.") not in DTYPES:
         raise ConfigError("--dtype", str(model.dtype).removeprefix("torch."), f"{' or '.join(DTYPES)} with {FLAG}")
 

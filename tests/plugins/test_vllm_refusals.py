@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 import megaflux_vllm
 import torch
 from megaflux_vllm import choice
-from megaflux_vllm.checks import check_layer
+from megaflux_vllm.checks import check_config, check_layer
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -81,10 +81,15 @@ def test_a_value_that_is_not_allowed_is_named_with_what_is(flags: list[str], mes
         ([*TWO_RANKS, "--enable-eplb"], "--enable-eplb"),
         (["--enable-lora"], "--enable-lora"),
         (["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'], "--speculative-config"),
+        (["--spec-method", "ngram", "--spec-tokens", "2"], "--spec-method ngram"),
+        (["--spec-tokens", "2"], "--spec-tokens 2"),
+        (["--spec-model", "draft"], "--spec-model draft"),
         (["--enable-dbo"], "--enable-dbo"),
+        (["--ubatch-size", "2"], "--ubatch-size 2"),
         (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2"),
         (["--quantization", "fp8"], "--quantization fp8"),
         (["--cpu-offload-gb", "1"], "--cpu-offload-gb 1"),
+        (["--offload-group-size", "2"], "--offload-group-size 2"),
     ],
 )
 def test_a_feature_that_is_not_served_is_named_with_the_reason(flags: list[str], named: str) -> None:
@@ -140,6 +145,13 @@ def test_a_dense_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelConfig, "get_num_experts", lambda self: 0)  # inspecting another model takes long
     with pytest.raises(UnsupportedError, match="has no routed experts"):
         front_end()
+
+
+def test_a_checkpoint_that_brings_a_draft_model_is_refused() -> None:
+    config = front_end()
+    config.speculative_config = object()  # vLLM sets it for a checkpoint of a speculator, without a flag
+    with pytest.raises(UnsupportedError, match="a checkpoint with a draft model"):
+        check_config(config)
 
 
 def test_other_backends_are_not_checked() -> None:
