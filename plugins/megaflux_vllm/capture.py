@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("vllm.megaflux")
 NOT_RECORDED = ("abort", "error")
+ROUTES_NOT_KNOWN = "with the option capture, routes of every token are not known"
 ROUTES_NOT_ASKED_FOR = "megaflux_routes_not_asked_for"
 """Attribute of a ``VllmConfig`` whose routes go to the store only, since the user did not ask for them in responses."""
 
@@ -122,18 +123,25 @@ def check_capture(args: EngineArgs) -> None:
     """Refuse flags under which vLLM's routes cannot be trusted or are not given.
 
     Raises:
-        UnsupportedError: naming the flag.
+        UnsupportedError: naming the flag or variable.
     """
+    from vllm import envs
+
     refused = {
         "--speculative-config": args.speculative_config is not None,
+        "--spec-method": args.spec_method is not None,
+        "--spec-model": args.spec_model is not None,
+        "--spec-tokens": args.spec_tokens is not None,
         "--pipeline-parallel-size": args.pipeline_parallel_size > 1,
         "--kv-transfer-config": args.kv_transfer_config is not None,
+        "--kv-offloading-size": args.kv_offloading_size is not None,
+        "--enable-dbo": args.enable_dbo,  # up to 0.32, half batches write over each other's routes
+        "--ubatch-size": args.ubatch_size > 1,
+        "VLLM_USE_RUST_FRONTEND": envs.VLLM_USE_RUST_FRONTEND,  # requests end where no hook is
     }
     for flag, is_set in refused.items():
         if is_set:
-            raise UnsupportedError(
-                flag, "with the option capture, routes of every token are not known", "drop the flag or the option"
-            )
+            raise UnsupportedError(flag, ROUTES_NOT_KNOWN, "drop it or the option")
 
 
 def _with_routes_returned(create: Any) -> Any:
@@ -149,6 +157,8 @@ def _with_routes_returned(create: Any) -> Any:
             for place in places:
                 place.enable_return_routed_experts = True
             config = create(self, *args, **kwargs)
+            if config.speculative_config is not None:  # a checkpoint may turn it on without a flag
+                raise UnsupportedError("a checkpoint with a draft model", ROUTES_NOT_KNOWN, "serve its target")
         finally:  # the same arguments may make another configuration, and the user has asked for no more than before
             for place, value in zip(places, asked_for, strict=True):
                 place.enable_return_routed_experts = value
@@ -211,7 +221,7 @@ def _with_labels(add: Any) -> Any:
 
         skipped = getattr(request.sampling_params, "routed_experts_prompt_start", None) or 0
         state.megaflux_capture = capture, skipped, labels_of(request.sampling_params.extra_args)
-        if state.queue is not None:
+        if state.queue is not None and not isinstance(state.queue, OutputsBehindRecords):  # parts of a prompt share one
             state.queue = OutputsBehindRecords(state.queue, capture)
 
     return add_request

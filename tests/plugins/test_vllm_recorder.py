@@ -33,7 +33,17 @@ from tests.oracles.replay_routes import random_routes
 
 ROUTES = random_routes(1, 6, 3, 16, 2).astype(np.uint8)
 LOGGER = logging.getLogger("vllm.megaflux")
-FLAGS = {"speculative_config": None, "pipeline_parallel_size": 1, "kv_transfer_config": None}
+FLAGS = {
+    "speculative_config": None,
+    "spec_method": None,
+    "spec_model": None,
+    "spec_tokens": None,
+    "pipeline_parallel_size": 1,
+    "kv_transfer_config": None,
+    "kv_offloading_size": None,
+    "enable_dbo": False,
+    "ubatch_size": 0,
+}
 
 
 def capture(folder: Path, returns_routes: bool = True) -> Capture:
@@ -127,10 +137,20 @@ def test_a_new_request_gets_its_labels_and_a_queue_behind_records(tmp_path: Path
     assert state.queue.queue is queue
 
 
+def test_a_prompt_that_streams_in_has_one_queue_behind_records_whatever_the_number_of_its_parts(tmp_path: Path) -> None:
+    state, queue = request(), object()
+    state.queue = queue
+    processor = SimpleNamespace(megaflux_capture=capture(tmp_path), request_states={"a": state})
+    sampling = SimpleNamespace(extra_args=None, routed_experts_prompt_start=None)
+    for _ in range(3):
+        _with_labels(lambda self, request: None)(processor, SimpleNamespace(request_id="a", sampling_params=sampling))
+    assert state.queue.queue is queue
+
+
 @pytest.mark.parametrize("asked_for", [False, True])
 def test_the_option_turns_routes_on_and_leaves_the_arguments_as_they_were(asked_for: bool) -> None:
     def create(self: Any) -> Any:
-        return SimpleNamespace(routes=self.enable_return_routed_experts)
+        return SimpleNamespace(routes=self.enable_return_routed_experts, speculative_config=None)
 
     options = {"megaflux": {"capture": "replay"}}
     args = SimpleNamespace(additional_config=options, enable_return_routed_experts=asked_for, **FLAGS)
@@ -151,9 +171,33 @@ def test_the_option_is_a_folder_and_absent_by_default() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"speculative_config": {"method": "ngram"}}, {"pipeline_parallel_size": 2}, {"kv_transfer_config": object()}],
+    [
+        {"speculative_config": {"method": "ngram"}},
+        {"spec_method": "ngram"},
+        {"spec_model": "draft"},
+        {"spec_tokens": 2},
+        {"pipeline_parallel_size": 2},
+        {"kv_transfer_config": object()},
+        {"kv_offloading_size": 1.0},
+        {"enable_dbo": True},
+        {"ubatch_size": 2},
+    ],
 )
 def test_flags_under_which_routes_are_not_known_are_refused(change: dict[str, Any]) -> None:
     check_capture(SimpleNamespace(**FLAGS))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match=f"--{next(iter(change)).replace('_', '-')}"):
         check_capture(SimpleNamespace(**FLAGS | change))  # type: ignore[arg-type]
+
+
+def test_a_front_end_that_no_hook_reaches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(UnsupportedError, match="VLLM_USE_RUST_FRONTEND: with the option capture"):
+        check_capture(SimpleNamespace(**FLAGS))  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_that_brings_a_draft_model_is_refused() -> None:
+    options = {"megaflux": {"capture": "replay"}}
+    args = SimpleNamespace(additional_config=options, enable_return_routed_experts=False, **FLAGS)
+    with pytest.raises(UnsupportedError, match="a checkpoint with a draft model: with the option capture"):
+        _with_routes_returned(lambda self: SimpleNamespace(speculative_config=object()))(args)
+    assert args.enable_return_routed_experts is False
