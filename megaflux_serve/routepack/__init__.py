@@ -12,6 +12,7 @@
 """
 
 from megaflux_serve.routepack.demand import Demand
+from megaflux_serve.routepack.exchange import MicroBatches, micro_batches
 from megaflux_serve.routepack.files import load_plan, save_plan
 from megaflux_serve.routepack.filling import FillingWindow
 from megaflux_serve.routepack.layout import Layout
@@ -28,6 +29,7 @@ __all__ = [
     "DenseStage",
     "FillingWindow",
     "Layout",
+    "MicroBatches",
     "Placement",
     "PlacementOptions",
     "PlanOptions",
@@ -38,6 +40,7 @@ __all__ = [
     "WindowPlan",
     "compare_policies",
     "load_plan",
+    "micro_batches",
     "move_cost_rows",
     "plan_window",
     "repair_placement",
