@@ -7,7 +7,6 @@ since it reads files and keeps no values of its own.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,13 +22,11 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from megaflux_serve import __version__
-from megaflux_serve.errors import InputError
 from megaflux_serve.metrics import catalogue
 from megaflux_serve.metrics.catalogue import HOTTEST_EXPERTS, Kind, Metric, Source
 from megaflux_serve.metrics.snapshot import LayerInfo, Snapshot, read_snapshots
 from megaflux_serve.planning.totals import totals_map
 
-LOGGER = logging.getLogger("megaflux")
 LATELY_S = 60.0
 """Rows of the last one to two times this many seconds say which experts are hottest."""
 FAMILIES = {
@@ -57,13 +54,10 @@ class LayerCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         families = Families()
-        try:
-            for snapshot in read_snapshots(self.folder):
-                add_worker(families, snapshot)
-                if snapshot.worker.rank == 0:
-                    add_layers(families, snapshot, self._recent)
-        except InputError as error:  # the engine's own metrics must still be answered
-            LOGGER.error("metrics of a worker cannot be read: %s", error)
+        for snapshot in read_snapshots(self.folder):
+            add_worker(families, snapshot)
+            if snapshot.worker.rank == 0:
+                add_layers(families, snapshot, self._recent)
         yield from families.families()
 
 
@@ -201,7 +195,10 @@ def layer_labels(names: Sequence[str]) -> list[str]:
 
 
 class RecentRows:
-    """Which experts of a layer got most rows lately."""
+    """Which experts of a layer got most rows lately.
+
+    Rows that fell, or are of other experts, belong to a worker that was started anew: it then counts from its start.
+    """
 
     def __init__(self) -> None:
         self._marks: dict[str, list[tuple[float, NDArray[np.int64]]]] = {}
@@ -214,7 +211,9 @@ class RecentRows:
             rows: int64 [E], all rows so far.
             now: when they were counted, Unix time.
         """
-        marks = self._marks.setdefault(layer, [(now, np.zeros_like(rows))])
+        marks = self._marks.get(layer, [])
+        if not marks or rows.shape != marks[-1][1].shape or (rows < marks[-1][1]).any():
+            self._marks[layer] = marks = [(now, np.zeros_like(rows))]
         if now - marks[-1][0] >= LATELY_S:
             self._marks[layer] = marks = [marks[-1], (now, rows.copy())]
         lately = rows - marks[0][1]

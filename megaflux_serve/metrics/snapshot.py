@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -27,6 +28,7 @@ from megaflux_serve.errors import InputError
 from megaflux_serve.executors import DeviceExecutor, Executor
 from megaflux_serve.planning.totals import totals_map
 
+LOGGER = logging.getLogger("megaflux")
 FOLDER_VARIABLE = "MEGAFLUX_METRICS_DIR"
 """Environment variable that names the folder; the engine's front end sets it for its workers."""
 SUFFIX = ".snapshot"
@@ -183,13 +185,15 @@ def name_folder() -> Path:
 
 
 def read_snapshots(folder: Path) -> list[Snapshot]:
-    """The snapshots in a folder, by rank.
-
-    Raises:
-        InputError: naming a file that is no snapshot.
-    """
-    paths = sorted(folder.glob(f"*{SUFFIX}"))
-    found = [Snapshot.decode(path.read_bytes(), str(path)) for path in paths if not path.name.startswith(".")]
+    """The snapshots in a folder, by rank; a file that cannot be read is named in the log and left out."""
+    found = []
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        if path.name.startswith("."):  # not written whole yet
+            continue
+        try:
+            found.append(Snapshot.decode(path.read_bytes(), str(path)))
+        except (InputError, OSError) as error:
+            LOGGER.error("metrics of a worker cannot be read: %s", error)
     return sorted(found, key=lambda snapshot: snapshot.worker.rank)
 
 

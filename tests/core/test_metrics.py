@@ -168,9 +168,13 @@ def test_a_snapshot_comes_back_as_it_was_and_a_damaged_one_is_named(tmp_path: Pa
 def test_a_snapshot_that_cannot_be_read_is_logged_and_the_rest_is_answered(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    served()[0].snapshot().write(tmp_path)
+    whole = scrape(tmp_path)
+    (tmp_path / "rank-8.snapshot").mkdir()
     (tmp_path / "rank-9.snapshot").write_bytes(b"nonsense")
     with caplog.at_level(logging.ERROR, "megaflux"):
-        assert scrape(tmp_path) == {}
+        assert scrape(tmp_path) == whole
+    assert "rank-8.snapshot" in caplog.text
     assert "rank-9.snapshot: is no snapshot" in caplog.text
 
 
@@ -266,6 +270,14 @@ def test_the_hottest_experts_are_those_of_the_last_minutes() -> None:
         rows = rows + np.eye(20, dtype=np.int64)[2] * 5
         hottest = recent.hottest("3", rows, minute * LATELY_S)
     assert hottest == [2]
+
+
+def test_the_hottest_experts_of_a_worker_that_started_anew_are_those_since_its_start() -> None:
+    recent, rows = RecentRows(), np.array([100, 0, 0, 7])
+    for minute in (0, 1, 2):
+        recent.hottest("3", rows + minute, minute * LATELY_S)
+    assert recent.hottest("3", np.array([0, 9, 0, 2]), 2 * LATELY_S + 1) == [1, 3]
+    assert recent.hottest("3", np.array([0, 9, 0, 2, 0, 5]), 2 * LATELY_S + 2) == [1, 5, 3]  # another model
 
 
 def test_layers_are_named_by_number_unless_that_is_ambiguous() -> None:
