@@ -102,6 +102,7 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
         # before vLLM measures memory and captures graphs
         self.replicated_moe = self.context.add_layer(self.name, self.layout, home, self.moe.experts_per_token)
         self.context.looks.append(partial(self.notice_writes, layer))
+        self.context.updates.append(self.weights_updated)
 
     def weights_updated(self) -> None:
         """Have every rank forget its resident replicas before the next batch."""

@@ -25,7 +25,7 @@ from megaflux_serve.workspace import ExpertWeights
 from megaflux_vllm import hooks
 from megaflux_vllm.checks import megaflux_config, named_as_written
 from megaflux_vllm.metrics import worker_meter
-from megaflux_vllm.steps import watch_steps
+from megaflux_vllm.steps import watch_steps, watch_updates, while_alive
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -40,14 +40,21 @@ class VllmRankContext(RankContext):
 
     Attributes:
         looks: functions that notice what was written into a layer's weights, one a layer.
+        updates: functions that are told of an update that none may have noticed, one a layer.
     """
 
     looks: list[Callable[[], None]] = field(default_factory=list)
+    updates: list[Callable[[], None]] = field(default_factory=list)
 
     def notice_writes(self) -> None:
         """Have layers forget their replicas if somebody has written into their weights since the last look."""
         for look in self.looks:
             look()
+
+    def forget_replicas(self) -> None:
+        """Have layers forget their replicas, whatever was written."""
+        for update in self.updates:
+            update()
 
     def home_weights(self, layout: SlotLayout, hidden: int, intermediate: int, dtype: torch.dtype) -> ExpertWeights:
         """Memory for the weights of one layer's E/P experts, on the device that vLLM builds the model for."""
@@ -81,8 +88,9 @@ def rank_context() -> VllmRankContext:
             executor = select_executor(options, group.world_size, group.device_group, current_platform.device_type)
         meter = worker_meter(options, executor, group.rank_in_group, config)
         context = VllmRankContext.of(options, executor, group.rank_in_group, meter, LOGGER)
+        watch_updates(while_alive(context.forget_replicas))
         if isinstance(executor, DeviceExecutor):
-            watch_steps(executor, context.notice_writes)
+            watch_steps(executor, while_alive(context.notice_writes))
         _contexts[group] = context
     return _contexts[group]
 

@@ -367,6 +367,27 @@ def test_batches_below_min_tokens_on_every_rank_go_to_vllm_with_the_same_weights
         assert (call["global_num_experts"], call["expert_map"], call["activation"]) == (8, None, "silu")
 
 
+def test_an_update_that_writes_unseen_is_told_to_every_layer(
+    monkeypatch: pytest.MonkeyPatch, served: tuple[method.MegaFluxMoEMethod, Layer]
+) -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    def update_weights(self: Worker, value: float) -> None:  # as vLLM's transfer of sparse patches writes
+        module.w13_weight.data.view(-1).index_copy_(0, torch.tensor([0]), torch.tensor([value]))
+
+    quant_method, module = served
+    moe = quant_method.replicated_moe
+    monkeypatch.setattr(Worker, "update_weights", update_weights)
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks.VllmRankContext, "of", lambda *arguments: quant_method.context)
+        context_of(Group(1))
+    quant_method.notice_writes(module)
+    moe.is_stale = False
+    Worker.update_weights(object.__new__(Worker), 3.0)
+    assert module.w13_weight.flatten()[0] == 3.0
+    assert moe.is_stale
+
+
 def test_every_way_of_updating_weights_is_noticed(served: tuple[method.MegaFluxMoEMethod, Layer]) -> None:
     quant_method, module = served
     moe = quant_method.replicated_moe

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -77,3 +79,51 @@ def test_weights_are_looked_at_before_every_step_of_an_idle_rank_too(executor: E
     worker.execute_dummy_batch("idle")
     assert executor.looks == ["look", "note", "look", "note"]  # records are copied once a step, not once a layer
     assert not executor.notes_batches
+
+
+class Replicas:
+    """What a rank forgets."""
+
+    forgotten = 0
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+@pytest.mark.parametrize("update", steps.UPDATES)
+def test_replicas_are_forgotten_after_every_update_of_a_trainer_whole_or_not(
+    monkeypatch: pytest.MonkeyPatch, update: str
+) -> None:
+    replicas = Replicas()
+
+    def write(self: Worker, forgotten_before: int, fails: bool = False) -> str:
+        assert replicas.forgotten == forgotten_before
+        if fails:
+            raise ConnectionError("the trainer is gone")
+        return "done"
+
+    monkeypatch.setattr(Worker, update, write, raising=False)
+    steps.watch_updates(steps.while_alive(replicas.forget))
+    worker = object.__new__(Worker)
+    assert getattr(worker, update)(0) == "done"
+    assert replicas.forgotten == 1
+    with pytest.raises(ConnectionError):
+        getattr(worker, update)(1, fails=True)
+    assert replicas.forgotten == 2
+
+
+def test_an_engine_that_has_ended_is_freed_and_does_not_fail_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*STEPS, *steps.UPDATES):
+        monkeypatch.setattr(Worker, name, lambda self, output: output, raising=False)
+    executor, replicas = Executor(), Replicas()
+    executor.has_failed = True
+    steps.watch_steps(executor, steps.while_alive(replicas.forget))  # type: ignore[arg-type]
+    steps.watch_updates(steps.while_alive(replicas.forget))
+    worker, watched = object.__new__(Worker), (ref(executor), ref(replicas))
+    with pytest.raises(PeerTimeoutError):
+        worker.execute_model("tokens")
+    del executor, replicas
+    gc.collect()
+    assert [found() for found in watched] == [None, None]
+    for name in (*STEPS, *steps.UPDATES):
+        assert getattr(worker, name)("output") == "output"
