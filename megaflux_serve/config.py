@@ -16,9 +16,11 @@ from pydantic_core import ErrorDetails
 from megaflux_serve.errors import ConfigError
 from megaflux_serve.planning.calibration import load_costs
 from megaflux_serve.planning.gate import GateCosts
+from megaflux_serve.planning.plan import MAX_BLOCKS
 from megaflux_serve.planning.planner import PlannerOptions
 from megaflux_serve.slots import SlotLayout
 
+_BLOCKS = f"an integer of at least 0 (blocks) and at most {MAX_BLOCKS}"
 
 class MegaFluxConfig(BaseModel):
     """Options of a replica-aware MoE layer; each field's description says what is allowed.
@@ -55,8 +57,8 @@ class MegaFluxConfig(BaseModel):
     ] = "auto"
     replica_slots: Annotated[StrictInt, Field(ge=0, description="an integer of at least 0")] = 2
     block_rows: Annotated[StrictInt, Field(ge=1, le=128, description="an integer from 1 to 128")] = 128
-    reduction_penalty: Annotated[StrictInt, Field(ge=0, description="an integer of at least 0 (blocks)")] = 0
-    transfer_cost_blocks: Annotated[StrictInt, Field(ge=0, description="an integer of at least 0 (blocks)")] = 0
+    reduction_penalty: Annotated[StrictInt, Field(ge=0, le=MAX_BLOCKS, description=_BLOCKS)] = 0
+    transfer_cost_blocks: Annotated[StrictInt, Field(ge=0, le=MAX_BLOCKS, description=_BLOCKS)] = 0
     sticky: Annotated[StrictBool, Field(description="true or false")] = True
     transfer: Annotated[Literal["pipelined", "staged"], Field(description="pipelined or staged")] = "pipelined"
     max_tokens: Annotated[StrictInt | None, Field(ge=1, description="null or an integer of at least 1")] = None

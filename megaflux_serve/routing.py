@@ -139,7 +139,8 @@ def check_counts(counts: ArrayLike, num_ranks: int, num_experts: int, source: st
         The histogram, C-contiguous int64 [P, E].
 
     Raises:
-        InputError: wrong shape, a value that is not a whole number, or a negative one.
+        InputError: wrong shape, a value that is not a whole number, a negative one, or so large a one that sums of
+            counts might not fit 64 bits.
     """
     array = np.asarray(counts)
     if array.shape != (num_ranks, num_experts):
@@ -149,6 +150,10 @@ def check_counts(counts: ArrayLike, num_ranks: int, num_experts: int, source: st
     if array.size and array.min() < 0:
         rank, expert = np.argwhere(array < 0)[0]
         raise InputError(source, f"is {array[rank, expert]} at rank {rank}, expert {expert}", "counts of at least 0")
+    most = np.iinfo(np.int64).max // max(array.size, 1)
+    if array.size and array.max() > most:
+        rank, expert = np.argwhere(array > most)[0]
+        raise InputError(source, f"is {array[rank, expert]} at rank {rank}, expert {expert}", f"counts up to {most}")
     return np.ascontiguousarray(array, dtype=np.int64)
 
 

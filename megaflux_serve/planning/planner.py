@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from megaflux_serve.errors import ConfigError, InputError
-from megaflux_serve.planning.plan import FIXED, ReplicaPlan, blocks_per_expert, fixed_plan
+from megaflux_serve.planning.plan import FIXED, MAX_BLOCKS, ReplicaPlan, blocks_per_expert, fixed_plan
 from megaflux_serve.routing import check_counts
 from megaflux_serve.slots import IntArray, SlotLayout
 
@@ -70,6 +70,8 @@ class PlannerOptions:
             backward uses 12.
         transfer_cost_blocks: a new, non-resident replica must win more blocks than this; at least 0, the paper's 0
             accepts any gain.
+
+    All are integers of at most ``MAX_BLOCKS``.
     """
 
     block_rows: int = 128
@@ -78,24 +80,28 @@ class PlannerOptions:
 
     def __post_init__(self) -> None:
         for name, low in (("block_rows", 1), ("reduction_penalty", 0), ("transfer_cost_blocks", 0)):
-            if getattr(self, name) < low:
-                raise ConfigError(name, getattr(self, name), f"an integer of at least {low}")
+            value = getattr(self, name)
+            if not isinstance(value, (int, np.integer)) or not low <= value <= MAX_BLOCKS:
+                raise ConfigError(name, value, f"an integer of at least {low} and at most {MAX_BLOCKS}")
 
 
 def check_resident(resident: ArrayLike | None, layout: SlotLayout) -> IntArray:
     """The resident copies as int32 [P, s], -1 for an empty slot.
 
     Raises:
-        InputError: wrong shape, an id out of range, an expert twice on a rank or on its own home rank.
+        InputError: wrong shape or dtype, an id out of range, an expert twice on a rank or on its own home rank.
     """
     if resident is None:
         return layout.no_replicas()
-    table = np.asarray(resident, dtype=np.int32)
+    given = np.asarray(resident)
     shape = (layout.num_ranks, layout.num_replica_slots)
-    if table.shape != shape:
-        raise InputError("resident", f"has shape {table.shape}", f"{shape} (rank, replica slot)")
-    if table.size and (table.min() < -1 or table.max() >= layout.num_experts):
+    if given.shape != shape:
+        raise InputError("resident", f"has shape {given.shape}", f"{shape} (rank, replica slot)")
+    if given.size and given.dtype.kind not in "iu":
+        raise InputError("resident", f"has dtype {given.dtype}", "an integer dtype")
+    if given.size and (given.min() < -1 or given.max() >= layout.num_experts):
         raise InputError("resident", "holds an expert id out of range", f"-1 or 0 to {layout.num_experts - 1}")
+    table = given.astype(np.int32, copy=False)
     for rank, slots in enumerate(table):
         held = slots[slots >= 0]
         if np.unique(held).size != held.size or (layout.home_rank[held] == rank).any():

@@ -161,6 +161,10 @@ def test_the_maximum_load_is_optimal_in_nearly_all_small_instances() -> None:
         ([[0] * 4] * 2, [[1], [0]], r"resident: rank 0 holds \[1\]; allowed: distinct experts of other ranks"),
         ([[0] * 4] * 2, [[2, 3]], r"resident: has shape \(1, 2\)"),
         ([[0] * 4] * 2, [[4], [0]], "resident: holds an expert id out of range"),
+        ([[0] * 4] * 2, np.array([[2 + 2**32], [0]]), "resident: holds an expert id out of range"),
+        ([[0] * 4] * 2, [[2.0], [0.0]], "resident: has dtype float64; allowed: an integer dtype"),
+        (np.full((2, 4), 2**63, np.uint64), None, f"counts: is {2**63} at rank 0, expert 0; allowed: counts up to"),
+        (np.full((2, 4), 2**62, np.int64), None, f"counts: is {2**62} at rank 0, expert 0; allowed: counts up to"),
     ],
 )
 def test_bad_input_is_refused_with_field_value_and_what_is_allowed(
@@ -171,7 +175,8 @@ def test_bad_input_is_refused_with_field_value_and_what_is_allowed(
 
 
 def test_options_out_of_range_are_refused() -> None:
-    for field, value in (("block_rows", 0), ("reduction_penalty", -1), ("transfer_cost_blocks", -1)):
+    bad = ("block_rows", 0), ("reduction_penalty", -1), ("transfer_cost_blocks", -1)
+    for field, value in (*bad, *((field, too_large) for field, _ in bad for too_large in (2**31, 10**20, 1.5, None))):
         with pytest.raises(ConfigError, match=f"{field} = {value} is not allowed"):
             PlannerOptions(**{field: value})
 
