@@ -22,6 +22,7 @@ from megaflux_serve.slots import SlotLayout
 
 _BLOCKS = f"an integer of at least 0 (blocks) and at most {MAX_BLOCKS}"
 
+
 class MegaFluxConfig(BaseModel):
     """Options of a replica-aware MoE layer; each field's description says what is allowed.
 
