@@ -37,7 +37,7 @@ def compile_kernels(
 
       [cyan]megaflux compile --hidden 2048 --intermediate 768 --experts 128 --top-k 8 --ranks 2[/cyan]
     """
-    slots = MegaFluxConfig(replica_slots=replica_slots).slot_layout(experts, ranks).num_replica_slots
+    slots = MegaFluxConfig.parse({"replica_slots": replica_slots}).slot_layout(experts, ranks).num_replica_slots
     shape = layer_shape(ranks, experts, slots, hidden, intermediate, top_k, max_tokens)
     os.environ.setdefault(ARCHITECTURE_VARIABLE, HOPPER)
     try:

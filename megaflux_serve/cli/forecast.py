@@ -12,7 +12,7 @@ import numpy as np
 
 from megaflux_serve.cli.summary import BatchOutcome
 from megaflux_serve.config import MegaFluxConfig
-from megaflux_serve.errors import ConfigError
+from megaflux_serve.errors import ConfigError, InputError
 from megaflux_serve.planning import (
     GateCosts,
     ReplicaPlan,
@@ -24,7 +24,7 @@ from megaflux_serve.planning import (
 from megaflux_serve.planning.workload import SEEDS, permute, rebin, scale_counts
 from megaflux_serve.routing import CountArray, kappa
 from megaflux_serve.slots import SlotLayout
-from megaflux_serve.trace import LayerTrace
+from megaflux_serve.trace import MAX_COUNT, MAX_EXPERTS, LayerTrace
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,11 @@ class Resize:
     """Bring every batch to another size, and to another number of experts, before it is planned (appendix B.1).
 
     Attributes:
-        tokens_per_rank: M, tokens of every rank, at least 1.
+        tokens_per_rank: M, tokens of every rank, 1 to ``MAX_COUNT``.
         top_k: experts a token, 1 to E.
-        num_experts: E after rebinning, at least ``top_k``; None keeps the experts that the trace has. Rebinning keeps
-            the distribution of loads and not the identity of experts: they are permuted with a fixed seed.
+        num_experts: E after rebinning, ``top_k`` to ``MAX_EXPERTS``; None keeps the experts that the trace has.
+            Rebinning keeps the distribution of loads and not the identity of experts: they are permuted with a fixed
+            seed.
     """
 
     tokens_per_rank: int
@@ -43,18 +44,30 @@ class Resize:
     num_experts: int | None = None
 
     def __post_init__(self) -> None:
-        for flag, value in (("--tokens-per-rank", self.tokens_per_rank), ("--top-k", self.top_k)):
-            if value < 1:
-                raise ConfigError(flag, value, "an integer of at least 1")
-        if self.num_experts is not None and self.num_experts < self.top_k:
-            raise ConfigError("--rebin", self.num_experts, f"an integer of at least the {self.top_k} experts a token")
+        for flag, value, most in (
+            ("--tokens-per-rank", self.tokens_per_rank, MAX_COUNT),
+            ("--top-k", self.top_k, MAX_EXPERTS),
+        ):
+            if not 1 <= value <= most:
+                raise ConfigError(flag, value, f"an integer of at least 1 and at most {most}")
+        if self.num_experts is not None and not self.top_k <= self.num_experts <= MAX_EXPERTS:
+            allowed = f"an integer of at least the {self.top_k} experts a token and at most {MAX_EXPERTS}"
+            raise ConfigError("--rebin", self.num_experts, allowed)
 
-    def apply(self, counts: CountArray, num_ranks: int) -> CountArray:
-        """int64 [E] that sum to P * M * k, from int64 [E0] of which at least k are positive."""
+    def apply(self, layer: str, counts: CountArray, num_ranks: int) -> CountArray:
+        """int64 [E] that sum to P * M * k, from the int64 [E0] rows of a batch.
+
+        Raises:
+            InputError: naming the layer, when fewer than k experts have rows.
+        """
         num_tokens = num_ranks * self.tokens_per_rank
-        if self.num_experts is None:
-            return scale_counts(counts, num_tokens, self.top_k)
-        return permute(scale_counts(rebin(counts, self.num_experts), num_tokens, self.top_k), SEEDS[0])
+        shares = counts if self.num_experts is None or not counts.any() else rebin(counts, self.num_experts)
+        with_rows = np.count_nonzero(shares)
+        if with_rows < self.top_k:
+            allowed = f"at least {self.top_k}, the experts of a token, to scale it"
+            raise InputError(f"layer {layer}", f"a batch has rows for {with_rows} experts", allowed)
+        scaled = scale_counts(shares, num_tokens, self.top_k)
+        return scaled if self.num_experts is None else permute(scaled, SEEDS[0])
 
 
 @dataclass(frozen=True)
@@ -104,13 +117,13 @@ def forecast_layer(layer: LayerTrace, scenario: Scenario) -> Iterator[Step]:
 
     Raises:
         ConfigError: naming the flag, when the layer does not fit the scenario.
-        InputError: the layer cannot be cut into the batches that were asked for.
+        InputError: the layer cannot be cut into the batches that were asked for, or a batch not be scaled.
     """
     config, layout = scenario.config, scenario.layout(layer)
     resident = nothing = layout.no_replicas()
     for counts in layer.batches(scenario.batch_tokens):
         if scenario.resize is not None:
-            counts = scenario.resize.apply(counts, scenario.num_ranks)
+            counts = scenario.resize.apply(layer.name, counts, scenario.num_ranks)
         histogram = split_over_ranks(counts, scenario.num_ranks)
         fresh, plan = (
             gated(plan_replicas(histogram, layout, config.planner_options, held), config.gate_costs, held)

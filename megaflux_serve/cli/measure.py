@@ -61,7 +61,7 @@ class MeasuredShape:
             UnsupportedError: naming the field.
             ConfigError: ranks or slots that do not fit the experts.
         """
-        MegaFluxConfig(replica_slots=self.replica_slots).slot_layout(self.experts, num_ranks)
+        MegaFluxConfig.parse({"replica_slots": self.replica_slots}).slot_layout(self.experts, num_ranks)
         with kernel_limits():
             SearchShape(self.experts, num_ranks, self.replica_slots)
             LayerShape(

@@ -19,7 +19,7 @@ from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.durable import write_atomically
 from megaflux_serve.errors import ConfigError, InputError
 from megaflux_serve.planning import GateCosts
-from megaflux_serve.trace import Trace, read_trace
+from megaflux_serve.trace import MAX_EXPERTS, Trace, read_trace
 
 GATE_COSTS = (
     "integers block_ns, replica_ns and plan_ns (0 to 10^9) and hidden_permille (0 to 1000), as in "
@@ -78,11 +78,12 @@ def plan(
         sticky=sticky,
         gate=_costs(gate),
     )
-    if experts is not None and experts < 1:
-        raise ConfigError("--experts", experts, "an integer of at least 1")
+    if experts is not None and not 1 <= experts <= MAX_EXPERTS:
+        raise ConfigError("--experts", experts, f"an integer of at least 1 and at most {MAX_EXPERTS}")
     routing = read_trace(trace, experts, layer or ())
-    if batch_tokens is not None and not 1 <= batch_tokens <= (routing.num_tokens or batch_tokens):
-        raise ConfigError("--batch-tokens", batch_tokens, f"1 to {routing.num_tokens}, the tokens of the trace")
+    most = routing.num_tokens
+    if batch_tokens is not None and most is not None and not 1 <= batch_tokens <= most:
+        raise ConfigError("--batch-tokens", batch_tokens, f"1 to {most}, the tokens of the trace")
     scenario = Scenario(ranks, config, batch_tokens, _resize(routing, tokens_per_rank, top_k, rebin))
     steps = _forecast(routing, scenario)
     layers = [summarise_layer(name, [step.outcome for step in of_layer]) for name, of_layer in steps.items()]
@@ -133,8 +134,9 @@ def _costs(text: str | None) -> dict[str, Any] | None:
 def _resize(routing: Trace, tokens_per_rank: int | None, top_k: int | None, rebin: int | None) -> Resize | None:
     """The size to bring batches to, or None."""
     if tokens_per_rank is None:
-        if rebin is not None:
-            raise ConfigError("--rebin", rebin, "only together with --tokens-per-rank")
+        for flag, value in (("--rebin", rebin), ("--top-k", top_k)):
+            if value is not None:
+                raise ConfigError(flag, value, "only together with --tokens-per-rank")
         return None
     top_k = routing.top_k if top_k is None else top_k
     if top_k is None:

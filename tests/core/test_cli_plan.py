@@ -125,13 +125,18 @@ BAD_OPTIONS = {
     ("--ranks", 2, "--block-rows", 0): "--block-rows = 0 is not allowed; allowed: an integer from 1 to 128",
     ("--ranks", 2, "--experts", 3): "layer 0: holds expert id 3; allowed: ids 0 to 2",
     ("--ranks", 2, "--experts", 0): "--experts = 0 is not allowed; allowed: an integer of at least 1",
+    ("--ranks", 2, "--experts", 10**12): "--experts = 1000000000000 is not allowed; allowed: an integer of at least 1",
     ("--ranks", 2, "--layer", 7): "layer: none is called '7'; allowed: 0",
     ("--ranks", 2, "--batch-tokens", 4): "layer 0: holds totals, not tokens; allowed: routed-expert arrays for batches",
+    ("--ranks", 2, "--batch-tokens", 0): "layer 0: holds totals, not tokens; allowed: routed-expert arrays for batches",
     ("--ranks", 2, "--rebin", 8): "--rebin = 8 is not allowed; allowed: only together with --tokens-per-rank",
+    ("--ranks", 2, "--top-k", 2): "--top-k = 2 is not allowed; allowed: only together with --tokens-per-rank",
     ("--ranks", 2, "--tokens-per-rank", 8): "--top-k: is missing; allowed: experts a token",
     ("--ranks", 2, "--tokens-per-rank", 0, "--top-k", 1): "--tokens-per-rank = 0 is not allowed; allowed: an integer",
     ("--ranks", 2, "--tokens-per-rank", 8, "--top-k", 0): "--top-k = 0 is not allowed; allowed: an integer",
     ("--ranks", 2, "--tokens-per-rank", 8, "--top-k", 5): "--top-k = 5 is not allowed; allowed: 1 to the 4 experts",
+    ("--ranks", 2, "--tokens-per-rank", 2**31, "--top-k", 1): "--tokens-per-rank = 2147483648 is not allowed; allowed",
+    ("--ranks", 2, "--tokens-per-rank", 8, "--top-k", 1, "--rebin", 2**17): "--rebin = 131072 is not allowed; allowed",
     ("--ranks", 2, "--gate", "{"): "--gate = '{' is not allowed; allowed: integers block_ns, replica_ns",
     ("--ranks", 2, "--gate", "auto"): "--gate = 'auto' is not allowed; allowed: integers block_ns, replica_ns",
     ("--ranks", 2, "--gate", "{}"): "--gate = '{}' is not allowed; allowed: integers block_ns, replica_ns",
@@ -143,6 +148,7 @@ BAD_OPTIONS = {
         "/dev/null/a.png",
     ): "--png = '/dev/null/a.png' is not allowed; allowed: a file, in a folder",
     ("--ranks", 2, "--transfer-cost-blocks", -1): "--transfer-cost-blocks = -1 is not allowed; allowed: an integer",
+    ("--ranks", 2, "--transfer-cost-blocks", 2**31): "--transfer-cost-blocks = 2147483648 is not allowed; allowed: an",
 }
 
 
@@ -161,6 +167,14 @@ def test_a_broken_trace_is_one_line_that_names_the_file_and_writes_nothing(count
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == f"error: {counts}: line 2: count is -1; allowed: whole numbers from 0 to 2147483647\n"
     assert not (counts.parent / "plan.json").exists()
+
+
+@pytest.mark.parametrize("rebin", [(), ("--rebin", 8)])
+def test_a_layer_without_rows_for_a_token_s_experts_is_not_scaled(rebin: tuple[object, ...], tmp_path: Path) -> None:
+    (tmp_path / "counts.csv").write_text("layer,0,1,2,3\nfull,9,9,9,9\nidle,0,0,0,0\n")
+    result = run(tmp_path / "counts.csv", "--ranks", 2, "--tokens-per-rank", 8, "--top-k", 2, *rebin)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "error: layer idle: a batch has rows for 0 experts; allowed: at least 2" in result.stderr
 
 
 @pytest.mark.parametrize("batch_tokens", [0, 5])

@@ -54,3 +54,10 @@ def test_a_shape_that_the_kernels_cannot_serve_is_one_line_and_status_2(tmp_path
     result = compile_ahead(tmp_path / "kernels", hidden=2040)
     assert result.returncode == 2
     assert "hidden = 2040 is not allowed; allowed: a multiple of 64" in result.stderr
+
+
+def test_slots_that_no_rank_can_have_are_one_line_that_names_the_option(tmp_path: Path) -> None:
+    for slots, allowed in ((-1, "an integer of at least 0"), (9, "0 to 8: the experts that live on other ranks")):
+        result = compile_ahead(tmp_path / "kernels", **{"replica-slots": slots})
+        assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
+        assert f"error: --replica-slots = {slots} is not allowed; allowed: {allowed}" in result.stderr
