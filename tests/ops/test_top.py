@@ -188,6 +188,8 @@ def test_the_live_view_waits_for_a_server_that_is_away(exporter: Exporter, monke
         ("10.0.0.1:8000", "http://10.0.0.1:8000/metrics"),
         ("http://a:1", "http://a:1/metrics"),
         ("https://a/", "https://a/metrics"),
+        ("http://a:1/v1", "http://a:1/metrics"),
+        ("http://a:1/v1/", "http://a:1/metrics"),
         ("http://a:1/other/metrics", "http://a:1/other/metrics"),
     ],
 )

@@ -26,7 +26,9 @@ def top(
     address: Annotated[
         str, typer.Argument(help="A server, as host:port or URL of its API or its metrics.")
     ] = "127.0.0.1:8000",
-    interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 2.0,
+    interval: Annotated[
+        float, typer.Option("--interval", min=0.1, max=3600.0, help="Seconds between two looks.")
+    ] = 2.0,
     once: Annotated[
         bool,
         typer.Option("--once", help="Look once and leave, as is done where the output is no terminal."),

@@ -88,11 +88,11 @@ class Change:
 
 
 def metrics_url(address: str) -> str:
-    """``/metrics`` of a server that is named as ``host:port``, as the URL of its API, or in full."""
+    """``/metrics`` of a server that is named as ``host:port``, as the URL of its API (``/v1`` or not), or in full."""
     url = address if "://" in address else f"http://{address}"
     scheme, _, rest = url.partition("://")
     host, _, path = rest.partition("/")
-    return f"{scheme}://{host}/{path or 'metrics'}"
+    return f"{scheme}://{host}/{'metrics' if path.rstrip('/') in ('', 'v1') else path}"
 
 
 def scrape(url: str) -> Scrape:
