@@ -27,6 +27,8 @@ DTYPES = ("float32", "bfloat16")
 
 OFF = (False, None)
 DRAFT_MODELS = "layers of a draft model are not tested"
+FIXED_RANKS = "ranks and home experts are fixed when the engine starts"
+NOT_IN_0_26 = ("enable_fault_tolerance",)
 # EngineArgs field: (values that are served, why others are not, what to do instead)
 SERVED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "enable_eplb": (
@@ -34,7 +36,8 @@ SERVED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str, str]] = {
         "vLLM would move experts that this backend replicates",
         "drop it: replicas balance every batch",
     ),
-    "enable_elastic_ep": (OFF, "ranks and home experts are fixed when the engine starts", "drop it"),
+    "enable_elastic_ep": (OFF, FIXED_RANKS, "drop it"),
+    "enable_fault_tolerance": (OFF, FIXED_RANKS, "drop it"),
     "enable_dbo": (OFF, "the exchanges of two half batches would interleave", "drop it"),
     "ubatch_size": ((0, 1), "the exchanges of parts of a batch would interleave", "drop it"),
     "enable_lora": (OFF, "adapters of routed experts are not computed", "merge the adapter into the checkpoint"),
@@ -108,7 +111,7 @@ def check_arguments(args: EngineArgs) -> None:
     """
     megaflux_config(args.additional_config)
     for field, (served, reason, instead) in SERVED_ARGUMENTS.items():
-        value = getattr(args, field)
+        value = getattr(args, field, *([None] if field in NOT_IN_0_26 else []))
         if value not in served:
             flag = f"--{field.replace('_', '-')}"
             raise UnsupportedError(flag if value is True else f"{flag} {value}", f"with {FLAG}, {reason}", instead)

@@ -79,6 +79,13 @@ def test_a_value_that_is_not_allowed_is_named_with_what_is(flags: list[str], mes
     ("flags", "named"),
     [
         ([*TWO_RANKS, "--enable-eplb"], "--enable-eplb"),
+        pytest.param(
+            ["--enable-fault-tolerance"],
+            "--enable-fault-tolerance",
+            marks=pytest.mark.skipif(
+                not hasattr(EngineArgs, "enable_fault_tolerance"), reason="vLLM 0.26 has no such flag"
+            ),
+        ),
         (["--enable-lora"], "--enable-lora"),
         (["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'], "--speculative-config"),
         (["--spec-method", "ngram", "--spec-tokens", "2"], "--spec-method ngram"),
