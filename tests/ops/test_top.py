@@ -136,6 +136,18 @@ def test_figures_between_two_looks_are_of_what_changed(exporter: Exporter) -> No
     assert (idle.batches, idle.fixed, idle.removed, idle.refused) == (0, None, None, None)
 
 
+def test_an_expert_that_has_become_hot_is_not_shown_with_rows_from_before_the_first_look(exporter: Exporter) -> None:
+    first = scrape(metrics_url(exporter.address))
+    hot = f'megaflux_expert_rows_total{{{SERVER},layer="0",expert="3",home_rank="0"}} '
+    exporter.text = metrics(110) + hot + "700\n"
+    second = scrape(metrics_url(exporter.address))
+    experts = figures(Change(first, second)).experts
+    assert [(one.layer, one.expert, one.chosen_by) for one in experts] == [("0", "7", 0.6), ("1", "7", 0.4)]
+    exporter.text = metrics(120) + hot + "790\n"
+    experts = figures(Change(second, scrape(metrics_url(exporter.address)))).experts
+    assert [(one.expert, one.chosen_by) for one in experts] == [("3", 0.9), ("7", 0.6), ("7", 0.4)]
+
+
 def test_once_prints_tables_and_names_faults(exporter: Exporter) -> None:
     done = CliRunner().invoke(app, ["top", exporter.address, "--once"], env={"COLUMNS": "120"})
     assert done.exit_code == 0

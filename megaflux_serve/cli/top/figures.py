@@ -187,12 +187,17 @@ def ranks(change: Change) -> tuple[Rank, ...]:
 
 
 def hot_experts(change: Change) -> tuple[Expert, ...]:
-    """The experts that are counted one by one, hottest first."""
-    tokens = change.by(m.TOKENS, "layer")
-    rows = change.by(m.EXPERT_ROWS, "layer", "expert", "home_rank")
+    """The experts that are counted one by one, hottest first.
+
+    One that has become hot since the earlier look shows all its rows, of which some are older: it is left out.
+    """
+    names = "layer", "expert", "home_rank"
+    tokens, rows = change.by(m.TOKENS, "layer"), change.by(m.EXPERT_ROWS, *names)
+    counted = rows if change.before is None else change.before.by(m.EXPERT_ROWS, *names)
     shares = [
         Expert(layer, expert, home, ratio(count, tokens.get((layer,), 0.0)) or 0.0)
         for (layer, expert, home), count in rows.items()
+        if (layer, expert, home) in counted
     ]
     return tuple(sorted(shares, key=lambda one: one.chosen_by, reverse=True))
 
