@@ -23,6 +23,7 @@ import csv
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -176,6 +177,10 @@ def _from_counts(path: Path, rows: list[_Counts], num_experts: int | None, patte
     """Bring every layer to int64 [E]."""
     if not rows:
         raise InputError(str(path), "holds no layer", "at least one layer")
+    names = Counter(row.name for row in rows)
+    if len(names) < len(rows):
+        (name, times), *_ = names.most_common(1)
+        raise InputError(f"{path}: layer {name}", f"is there {times} times", "every name once")
     kept = [rows[i] for i in _select(path, [row.name for row in rows], patterns)]
     largest: dict[str, int] = {}
     for row in rows:

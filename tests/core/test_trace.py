@@ -141,6 +141,8 @@ BAD_TEXT = {
     "key.json": ('{"0": {"hot": 1}}', "0: expert is 'hot'; allowed: ids 0 to 65535"),
     "same.json": ('{"0": [1], "0": [2]}', "key '0' appears twice"),
     "alias.json": ('{"0": {"1": 1, "01": 2}}', "0: names an expert twice; allowed: every expert once"),
+    "paths.json": ('{"a/b": {"c": [1]}, "a": {"b/c": [2]}}', "layer a/b/c: is there 2 times; allowed: every name once"),
+    "unnamed.json": ('{"": [1], "0": [2]}', "layer 0: is there 2 times; allowed: every name once"),
     "mixed.json": ("[[1], 2]", "1: is '2'; allowed: a list of counts"),
     "notes.txt": ("0,0,1", "has the suffix '.txt'; allowed: a .csv, .json, .npy or .npz file, or a folder"),
 }
