@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,11 @@ def load_costs(layer: str) -> GateCosts:
     if layer not in measured:
         names = ", ".join(sorted(measured)) or "none"
         raise ConfigError("layer", layer, f"a layer that `megaflux calibrate` has measured; {path} has {names}")
-    try:
-        return GateCosts(**measured[layer])
-    except TypeError:
-        raise ConfigError("layer", layer, f"the four costs of a gate in {path}; measure it again") from None
+    costs = measured[layer]
+    wanted = {field.name for field in fields(GateCosts)}
+    if not isinstance(costs, dict) or costs.keys() != wanted or any(type(cost) is not int for cost in costs.values()):
+        raise ConfigError("layer", layer, f"the four costs of a gate, integers, in {path}; measure it again")
+    return GateCosts(**costs)
 
 
 def costs_here(hidden: int, intermediate: int) -> tuple[GateCosts, str]:
@@ -93,7 +94,7 @@ def _read() -> dict[str, Any]:
         return {"device": None, "layers": {}}
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         held = None
     if not isinstance(held, dict) or set(held) != {"device", "layers"} or not isinstance(held["layers"], dict):
         raise ConfigError(CALIBRATION_VARIABLE, str(path), "a file that `megaflux calibrate` wrote; remove it")

@@ -46,7 +46,9 @@ def test_a_configuration_names_a_measured_layer() -> None:
         MegaFluxConfig.parse({"gate": "64x64"})
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"layers": {}}', '{"device": "H200", "layers": []}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", pytest.param("[" * 100_000, id="deep"), '{"layers": {}}', '{"device": "H200", "layers": []}']
+)
 def test_a_damaged_file_is_refused_and_named(file: Path, content: str) -> None:
     file.parent.mkdir()
     file.write_text(content)
@@ -54,9 +56,12 @@ def test_a_damaged_file_is_refused_and_named(file: Path, content: str) -> None:
         load_costs("2048x768")
 
 
-def test_costs_that_are_not_four_are_refused(file: Path) -> None:
+@pytest.mark.parametrize(
+    ("held", "damage"), [("plan_ns", "plan"), ("1500", "1500.5"), ("1500", "NaN"), ("1500", "true")]
+)
+def test_costs_that_are_not_four_integers_are_refused(held: str, damage: str, file: Path) -> None:
     store_costs("2048x768", SMALL, "H200")
-    file.write_text(file.read_text().replace("plan_ns", "plan"))
+    file.write_text(file.read_text().replace(held, damage))
     with pytest.raises(ConfigError, match="measure it again"):
         load_costs("2048x768")
 
