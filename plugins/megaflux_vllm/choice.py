@@ -125,9 +125,15 @@ def gate_costs(config: VllmConfig) -> GateCosts | None:
 
 
 def size_of(config: VllmConfig, names: Sequence[str]) -> int | None:
-    """The first of these numbers that the model's configuration has."""
+    """The first of these numbers that the model's configuration has; None if it has none, or not one for all layers.
+
+    Some configurations have a list, of a number for each layer.
+    """
     sizes = vars(config.model_config.hf_text_config)
-    return next((int(sizes[name]) for name in names if sizes.get(name)), None)
+    given = next((sizes[name] for name in names if sizes.get(name)), None)
+    different = set(given) if isinstance(given, (list, tuple)) else {given}
+    (size,) = different if len(different) == 1 else (None,)
+    return None if size is None else int(size)
 
 
 def obstacle(config: VllmConfig, options: MegaFluxConfig, num_ranks: int) -> str | None:

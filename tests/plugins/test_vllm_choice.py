@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,3 +215,18 @@ def test_sizes_that_the_kernels_cannot_serve_are_named_before_an_engine_starts(
 
     with pytest.raises(UnsupportedError, match=message):
         front_end(*BF16, *megaflux(executor="megakernel"), model=changed_model(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "size"),
+    [
+        ({"moe_intermediate_size": 64, "intermediate_size": 128}, 64),
+        ({"moe_intermediate_size": None, "intermediate_size": 128}, 128),
+        ({"moe_intermediate_size": [64, 64, 64]}, 64),  # a layer each, as in Hunyuan's configuration
+        ({"moe_intermediate_size": [64, 32]}, None),  # text and pictures, as in Ernie's
+        ({}, None),
+    ],
+)
+def test_the_size_of_experts_is_a_number_that_all_layers_share(sizes: dict[str, Any], size: int | None) -> None:
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**sizes)))
+    assert choice.size_of(config, choice.INTERMEDIATE_SIZES) == size  # type: ignore[arg-type]
