@@ -1,8 +1,8 @@
 """Routes in the forms that training frameworks take, and back: verl, slime, miles, Megatron-core, engine responses.
 
-Decides shapes, dtypes and what stands where there are no routes; docs/replay-format.md has the table. Knows no store.
-No form is written with rows that look like routes and are none: such a row is -1 where the framework knows -1, has a
-mask beside it, or is refused.
+Decides shapes, dtypes and what stands where there are no routes; docs/capture.md has the table. Knows no store. A row
+without routes never becomes one that looks like routes: it is -1 where the framework knows -1, and refused elsewhere.
+``RouterReplay`` alone, which needs an expert for every token, gets the routes of a neighbour.
 
 A route array has an entry for every layer of the model, dense ones included, except Megatron's, which has one for each
 router. A request of n tokens has n - 1 rows.
@@ -37,14 +37,15 @@ def to_slime(record: ReplayRecord) -> Int32Array:
     Raises:
         InputError: a row has no routes; slime would take any filler for routes.
     """
-    if not record.valid.all():
-        row = int((~record.valid).argmax())
-        raise InputError(f"record {record.id!r}", f"row {row} has no routes", "routes in every row, for slime")
+    _check_every_row(record, "slime")
     return record.expert_ids(np.int32, all_layers=True)
 
 
 def to_miles(record: ReplayRecord) -> Int32Array:
-    """``rollout_routed_experts`` of a miles sample: int32 [n - 1, layers, k], -1 in rows without routes."""
+    """``rollout_routed_experts`` of a miles sample: int32 [n - 1, layers, k], -1 in rows without routes.
+
+    That is what miles pads with; it sends such a row to experts 0 to k - 1.
+    """
     return record.expert_ids(np.int32, all_layers=True)
 
 
@@ -58,12 +59,13 @@ def to_verl(
         prompt_length, response_length: padded lengths P and R; default: the longest of each.
 
     Returns:
-        ``routed_experts`` int16 [N, P + R, layers, k], 0 where there are no routes, which is verl's filler;
-        ``attention_mask`` int64 [N, P + R], 1 for each token; ``routes_mask`` bool [N, P + R], True where
-        ``routed_experts`` holds routes: nowhere in padding, and not at the last token of a request.
+        ``routed_experts`` int16 [N, P + R, layers, k], with verl's filler 0 in padding and at the last token of a
+        request; ``attention_mask`` int64 [N, P + R], 1 for each token; ``routes_mask`` bool [N, P + R], True where
+        ``routed_experts`` holds routes.
 
     Raises:
-        InputError: no records, a record longer than the padded lengths, or expert ids beyond int16.
+        InputError: no records, a record longer than the padded lengths, expert ids beyond int16, or a row without
+            routes: verl reads no mask of ours and replays every row but the last, so it would send 0 to expert 0.
     """
     if not records:
         raise InputError("records", "there are none", "at least one record")
@@ -80,19 +82,21 @@ def to_verl(
             raise InputError(
                 f"record {record.id!r}", f"has {lengths}", f"{prompt} of prompt and {response} of response"
             )
+        _check_every_row(record, "verl")
         first = prompt - record.prompt_tokens
         rows = slice(first, first + len(record.routes))
         attention[i, first : first + record.num_tokens] = 1
-        routes[i, rows] = record.expert_ids(np.int16, all_layers=True, filler=0)
-        mask[i, rows] = record.valid
+        routes[i, rows] = record.expert_ids(np.int16, all_layers=True)
+        mask[i, rows] = True
     return {"routed_experts": routes, "attention_mask": attention, "routes_mask": mask}
 
 
 def from_verl(batch: Mapping[str, NDArray[Any]]) -> Iterator[Int64Array]:
-    """Routes [n - 1, layers, k] of each row of a verl batch, -1 where ``routes_mask`` says that there are none.
+    """Routes [n - 1, layers, k] of each row of a verl batch, -1 where it holds none.
 
     Args:
-        batch: as ``to_verl`` returns; a batch without ``routes_mask`` has routes at every token but the last.
+        batch: as ``to_verl`` returns, or verl's own, which has no ``routes_mask``. There a row of zeros in every layer
+            is verl's filler, as behind the last turn of a conversation; only with k = 1 it is read as routes.
 
     Raises:
         InputError: an array is missing, shapes differ, or a row's tokens are not one piece.
@@ -113,6 +117,8 @@ def from_verl(batch: Mapping[str, NDArray[Any]]) -> Iterator[Int64Array]:
         found = routes[i, rows].astype(np.int64)
         if "routes_mask" in batch:
             found[~batch["routes_mask"][i, rows]] = -1
+        elif routes.shape[3] > 1:
+            found[~found.any(axis=(1, 2))] = -1
         yield found
 
 
@@ -140,9 +146,14 @@ def to_router_replay(records: Sequence[ReplayRecord]) -> list[Int64Array]:
 
 
 def write_router_trace(records: Iterable[ReplayRecord], file: TextIO) -> int:
-    """Megatron-core's ``router_trace`` JSONL: a step is a record, a line one layer of it. Returns the lines written."""
+    """Megatron-core's ``router_trace`` JSONL: a step is a record, a line one layer of it. Returns the lines written.
+
+    Raises:
+        InputError: a row has no routes; readers of traces would count -1 as an expert.
+    """
     num_lines = 0
     for step, record in enumerate(records):
+        _check_every_row(record, "a router trace")
         ids = record.expert_ids(np.int32)
         for place, layer in enumerate(record.model.moe_layers):
             line = {
@@ -163,11 +174,13 @@ def write_router_trace(records: Iterable[ReplayRecord], file: TextIO) -> int:
 def read_router_trace(file: Iterable[str], model: ModelShape) -> Iterator[tuple[int, Int64Array]]:
     """Steps of a ``router_trace`` JSONL of one rank, as pairs of step and routes [tokens, L, k].
 
-    Lines of multi-token prediction layers, which are no layers of the model, are passed over.
+    Megatron numbers layers from 0 where it traces training, and from 1 where it traces inference; a step may have
+    either. Lines of multi-token prediction layers, which are no layers of the model, are passed over.
 
     Raises:
         InputError: naming the line: no JSON object, a layer twice or of another shape, or a step without a layer.
     """
+    known = {layer + first for layer in model.moe_layers for first in (0, 1)}
     step, layers = None, {}
     for number, text in enumerate(file, 1):
         try:
@@ -181,7 +194,7 @@ def read_router_trace(file: Iterable[str], model: ModelShape) -> Iterator[tuple[
         if step is not None and found != step:
             yield step, _stack(layers, model, step)
             layers = {}
-        if layer in layers or layer not in model.moe_layers:
+        if layer in layers or layer not in known:
             raise InputError(
                 f"line {number}", f"layer {layer} again or unknown", f"one line for each of {model.moe_layers}"
             )
@@ -216,15 +229,23 @@ def decode_response(payload: str | bytes, model: ModelShape) -> NDArray[Any]:
         ) from error
 
 
+def _check_every_row(record: ReplayRecord, form: str) -> None:
+    """Refuse a record with a row without routes."""
+    if not record.valid.all():
+        row = int((~record.valid).argmax())
+        raise InputError(f"record {record.id!r}", f"row {row} has no routes", f"routes in every row, for {form}")
+
+
 def _stack(layers: Mapping[int, Int64Array], model: ModelShape, step: int) -> Int64Array:
-    shapes = {ids.shape for ids in layers.values()}
-    if len(layers) != len(model.moe_layers) or len(shapes) != 1:
+    shapes, found = {ids.shape for ids in layers.values()}, sorted(layers)
+    numberings = [list(model.moe_layers), [layer + 1 for layer in model.moe_layers]]
+    if found not in numberings or len(shapes) != 1:
         raise InputError(
             f"step {step}",
-            f"has layers {sorted(layers)} of shapes {sorted(shapes)}",
+            f"has layers {found} of shapes {sorted(shapes)}",
             f"equal shapes for {model.moe_layers}",
         )
-    return np.stack([layers[layer] for layer in model.moe_layers], axis=1)
+    return np.stack([layers[layer] for layer in found], axis=1)
 
 
 __all__ = [

@@ -62,7 +62,7 @@ def test_miles_gets_minus_one_where_there_are_no_routes() -> None:
 
 
 def test_verl_gets_prompts_on_the_left_and_responses_on_the_right() -> None:
-    records = [record(1, 3, 4), record(2, 5, 1, holes=(1,)), record(3, 1, 0)]
+    records = [record(1, 3, 4), record(2, 5, 1), record(3, 1, 0)]
     batch = to_verl(records, prompt_length=6, response_length=5)
     assert batch["routed_experts"].dtype == np.int16
     assert batch["routed_experts"].shape == (3, 11, 4, 3)
@@ -73,22 +73,44 @@ def test_verl_gets_prompts_on_the_left_and_responses_on_the_right() -> None:
         assert np.array_equal(batch["attention_mask"][i], tokens)
         for place in range(11):
             row = place - first
-            has_routes = 0 <= row < len(rows) and bool(wanted.valid[row])
+            has_routes = 0 <= row < len(rows)
             assert batch["routes_mask"][i, place] == has_routes
             assert np.array_equal(batch["routed_experts"][i, place], rows[row] if has_routes else np.zeros((4, 3)))
     with pytest.raises(InputError, match="record 'r2': has 5 and 1 tokens; allowed: 4 of prompt and 5 of response"):
         to_verl(records, prompt_length=4, response_length=5)
 
 
+def test_verl_gets_no_row_without_routes_since_it_replays_every_row_but_the_last() -> None:
+    with pytest.raises(InputError, match="record 'r2': row 1 has no routes; allowed: routes in every row, for verl"):
+        to_verl([record(1, 3, 4), record(2, 5, 1, holes=(1,))])
+
+
 @settings(max_examples=50, derandomize=True, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6), st.sets(st.integers(0, 9))), min_size=1, max_size=5))
-def test_a_verl_batch_comes_back_as_the_routes_it_was_made_of(lengths: list[tuple[int, int, set[int]]]) -> None:
-    records = [
-        record(seed, prompt, output, tuple(row for row in holes if row < prompt + output - 1))
-        for seed, (prompt, output, holes) in enumerate(lengths)
-    ]
-    for found, wanted in zip(from_verl(to_verl(records)), records, strict=True):
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=5), st.booleans())
+def test_a_verl_batch_comes_back_as_the_routes_it_was_made_of(lengths: list[tuple[int, int]], masked: bool) -> None:
+    records = [record(seed, prompt, output) for seed, (prompt, output) in enumerate(lengths)]
+    batch = to_verl(records)
+    if not masked:
+        del batch["routes_mask"]
+    for found, wanted in zip(from_verl(batch), records, strict=True):
         assert np.array_equal(found, all_layers(wanted))
+
+
+def test_rows_that_a_verl_batch_fills_or_masks_come_back_as_rows_without_routes() -> None:
+    own, masked = to_verl([record(1, 3, 4)]), to_verl([record(1, 3, 4)])
+    del own["routes_mask"]
+    own["routed_experts"][0, 4:] = 0  # text of a tool behind the last turn
+    masked["routes_mask"][0, 4:] = False
+    wanted = all_layers(record(1, 3, 4, holes=(4, 5)))
+    for batch in (own, masked):
+        (found,) = from_verl(batch)
+        assert np.array_equal(found, wanted)
+
+
+def test_zeros_in_a_verl_batch_are_routes_where_a_token_has_one_expert() -> None:
+    routes, attention = np.zeros((1, 3, 2, 1), dtype=np.int16), np.ones((1, 3), dtype=np.int64)
+    (found,) = from_verl({"routed_experts": routes, "attention_mask": attention})
+    assert np.array_equal(found, np.zeros((2, 2, 1)))
 
 
 def test_router_replay_gets_a_row_for_every_token_and_none_goes_to_expert_zero_for_want_of_routes() -> None:
@@ -105,7 +127,7 @@ def test_router_replay_gets_a_row_for_every_token_and_none_goes_to_expert_zero_f
 
 
 def test_a_router_trace_comes_back_as_it_was_written() -> None:
-    records = [record(1, 3, 4, holes=(2,)), record(2, 5, 1)]
+    records = [record(1, 3, 4), record(2, 5, 1)]
     file = io.StringIO()
     assert write_router_trace(records, file) == 4
     lines = file.getvalue().splitlines()
@@ -114,6 +136,25 @@ def test_a_router_trace_comes_back_as_it_was_written() -> None:
     for (step, found), wanted in zip(read_router_trace(lines, MODEL), records, strict=True):
         assert wanted.id == f"r{step + 1}"
         assert np.array_equal(found, all_layers(wanted)[:, [1, 3]])
+
+
+def test_a_router_trace_holds_no_row_without_routes_since_its_readers_would_count_minus_one() -> None:
+    with pytest.raises(InputError, match=r"record 'r1': row 2 has no routes; allowed: .*, for a router trace"):
+        write_router_trace([record(1, 3, 4, holes=(2,))], io.StringIO())
+
+
+def test_a_router_trace_of_inference_numbers_layers_from_one() -> None:
+    wanted = record(1, 3, 4)
+    file = io.StringIO()
+    write_router_trace([wanted], file)
+    lines = [line.replace('"layer": 3', '"layer": 4') for line in file.getvalue().splitlines()]
+    with pytest.raises(InputError, match=r"step 0: has layers \[1, 4\]"):
+        list(read_router_trace(lines, MODEL))
+    lines = [line.replace('"layer": 1', '"layer": 2') for line in lines]
+    ((_, found),) = read_router_trace(lines, MODEL)
+    assert np.array_equal(found, wanted.routes)
+    with pytest.raises(InputError, match="line 3: layer 5 again or unknown"):
+        list(read_router_trace([*lines, lines[1].replace('"layer": 4', '"layer": 5')], MODEL))
 
 
 def test_a_broken_router_trace_is_refused_by_line_or_step() -> None:
@@ -177,7 +218,7 @@ def test_tasks_are_compared_with_each_other_and_with_themselves() -> None:
 
 @pytest.mark.parametrize("form", ["verl", "slime", "miles", "router-trace"])
 def test_a_file_of_another_form_comes_back_as_the_records_it_was_made_of(form: str, tmp_path: Path) -> None:
-    holes = () if form == "slime" else (1,)
+    holes = (1,) if form == "miles" else ()
     records = [record(1, 3, 4, holes), record(2, 3, 0), record(3, 3, 9, holes)]
     export_records(records, form, tmp_path / "routes")
     again = list(import_records(tmp_path / "routes", form, MODEL, prompt_tokens=3))
