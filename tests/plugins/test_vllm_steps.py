@@ -45,6 +45,9 @@ class Copied(AsyncModelRunnerOutput):
         self.executor.has_failed = True
         return "tokens"
 
+    def get_kv_connector_output(self) -> Any:
+        return "blocks"
+
 
 @pytest.fixture
 def executor(monkeypatch: pytest.MonkeyPatch) -> Executor:
@@ -70,6 +73,7 @@ def test_an_output_that_is_still_being_copied_raises_when_it_is_there(executor: 
     assert isinstance(output, AsyncModelRunnerOutput)
     with pytest.raises(PeerTimeoutError):
         output.get_output()
+    assert output.get_kv_connector_output() == "blocks"  # 0.33 saves them when the step has failed
 
 
 def test_weights_are_looked_at_before_every_step_of_an_idle_rank_too(executor: Executor) -> None:
