@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megaflux_serve.planning.balance import block_eta, eta, fixed_rank_rows, predicted_speedup, rank_rows
+from megaflux_serve.planning.balance import block_eta, eta, fixed_rank_rows, rank_rows
 from megaflux_serve.planning.gate import GateCosts, apply_gate, estimate_costs
 from megaflux_serve.planning.plan import FIXED, ReplicaPlan, blocks_per_expert, fixed_plan
 from megaflux_serve.planning.planner import CANDIDATES, Candidate, PlannerOptions
@@ -52,7 +52,6 @@ __all__ = [
     "fixed_rank_rows",
     "map_blocks",
     "plan_replicas",
-    "predicted_speedup",
     "rank_pool",
     "rank_rows",
     "source_routes",

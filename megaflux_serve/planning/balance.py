@@ -1,4 +1,4 @@
-"""How well a plan balances the ranks: rows by rank, the eta of MegaFlux appendix B.2, predicted speed-up.
+"""How well a plan balances the ranks: rows by rank, the eta of MegaFlux appendix B.2.
 
 Decides the figures that are reported about a plan. Knows neither planner nor executor; ``routing`` has the figures that
 need no plan, kappa and max/mean.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from megaflux_serve.planning.gate import GateCosts
 from megaflux_serve.planning.plan import ReplicaPlan
 from megaflux_serve.routing import CountArray
 
@@ -51,21 +50,3 @@ def block_eta(plan: ReplicaPlan) -> float | None:
     if excess == 0:
         return None
     return 1 - (plan.max_load - target) / excess
-
-
-def predicted_speedup(plan: ReplicaPlan, costs: GateCosts | None = None) -> float:
-    """Time of the fixed placement over the time under the plan, predicted from the busiest rank.
-
-    Args:
-        plan: any plan.
-        costs: charge planning and exposed transfers too; default: compare the blocks of the busiest ranks only.
-
-    Returns:
-        The ratio; 1 where there is nothing to compute.
-    """
-    fixed = int(plan.fixed_loads.max())
-    if fixed == 0:
-        return 1.0
-    if costs is None or plan.num_replicas == 0:
-        return fixed / plan.max_load
-    return fixed * costs.block_ns / costs.layer_ns(plan)

@@ -21,7 +21,6 @@ from megaflux_serve.planning import (
     eta,
     fixed_rank_rows,
     plan_replicas,
-    predicted_speedup,
     rank_rows,
 )
 from megaflux_serve.routing import CountArray
@@ -80,8 +79,6 @@ def test_the_busier_direction_of_the_busiest_rank_is_exposed() -> None:
     assert costs.layer_ns(plan) == 4 + 7
     assert apply_gate(plan, costs) is plan
     assert apply_gate(plan, GateCosts(1, 7, 1, 500)).gated
-    assert predicted_speedup(plan) == 3
-    assert predicted_speedup(plan, costs) == 12 / 11
 
 
 def test_a_resident_replica_exposes_nothing_and_stays_when_the_plan_is_gated() -> None:
@@ -125,7 +122,6 @@ def test_eta_has_no_value_without_excess() -> None:
         plan = plan_replicas(counts, SlotLayout(2, 2, 1))
         assert eta(plan) is None
         assert block_eta(plan) is None
-        assert predicted_speedup(plan, GateCosts(1, 1, 1, 0)) == 1
 
 
 @deterministic
