@@ -6,6 +6,7 @@ the layer's to remember, and who copies weights into it is the executor's busine
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -87,6 +88,12 @@ class ExpertSlots:
         return stack.w13[at], stack.w2[at]
 
 
+def replica_bytes(slots: Iterable[ExpertSlots]) -> dict[int, int]:
+    """Bytes of replica slots by their address: slots that layers share are there once."""
+    stacks = [own.replicas for own in slots]
+    return {stack.w13.data_ptr(): stack.w13.nbytes + stack.w2.nbytes for stack in stacks}
+
+
 class Workspace:
     """Replica slots of the layers of one process.
 
@@ -110,4 +117,4 @@ class Workspace:
         return ExpertSlots(home, self._shared[key])
 
 
-__all__ = ["ExpertSlots", "ExpertWeights", "Workspace"]
+__all__ = ["ExpertSlots", "ExpertWeights", "Workspace", "replica_bytes"]

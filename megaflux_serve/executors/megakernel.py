@@ -39,7 +39,7 @@ from megaflux_serve.planning.plan import ReplicaPlan
 from megaflux_serve.planning.totals import totals_map
 from megaflux_serve.routing import RoutingBatch
 from megaflux_serve.slots import SlotLayout
-from megaflux_serve.workspace import ExpertSlots, ExpertWeights
+from megaflux_serve.workspace import ExpertSlots, ExpertWeights, replica_bytes
 
 
 class MegakernelExecutor(DeviceExecutor):
@@ -63,7 +63,7 @@ class MegakernelExecutor(DeviceExecutor):
         self._shared: dict[tuple[LayerShape, SlotLayout], SharedBuffers] = {}
         self._awaited: dict[int, WeightPool] = {}  # by address: pools whose layer is not made yet
         self._weight_bytes = 0
-        self._replica_bytes: dict[int, int] = {}  # by address, since layers may share replica slots
+        self._replica_bytes: dict[int, int] = {}  # by address
 
     def home_weights(self, layout: SlotLayout, hidden: int, intermediate: int) -> list[ExpertWeights]:
         s, tokens = layout.num_replica_slots, self.max_tokens
@@ -119,9 +119,9 @@ class MegakernelExecutor(DeviceExecutor):
         self._weight_bytes += len(pools) * weights.num_bytes
         return pools
 
-    def note_replicas(self, replicas: ExpertWeights) -> None:
+    def note_replicas(self, slots: Sequence[ExpertSlots]) -> None:
         """Count replica slots of a layer, once however many layers share them."""
-        self._replica_bytes[replicas.w13.data_ptr()] = replicas.w13.nbytes + replicas.w2.nbytes
+        self._replica_bytes |= replica_bytes(slots)
 
     def allocate(self, num_bytes: int) -> list[SymmetricMemory]:
         """Symmetric memory of the local ranks; collective."""
@@ -250,8 +250,7 @@ class MegakernelLayer(DeviceLayer):
             ExpertSlots(ExpertWeights(pool.w1, pool.w2), own.replicas)
             for pool, own in zip(self.pools, slots, strict=True)
         ]
-        for own in self.slots:
-            executor.note_replicas(own.replicas)
+        executor.note_replicas(self.slots)
         extents = (len(self.pools), layout.num_ranks, layout.num_replica_slots)
         self.resident = torch.full(extents, -1, dtype=torch.int32, device=self.pools[0].w1.device)
         self.totals, self.ends = None, [None] * len(self.pools)

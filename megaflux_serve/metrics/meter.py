@@ -21,7 +21,7 @@ from megaflux_serve.layer import LayerReport, ReplicatedMoE
 from megaflux_serve.metrics.device_copies import DeviceCopies, allow_during_capture
 from megaflux_serve.metrics.snapshot import FOLDER_VARIABLE, LayerInfo, Snapshot, Worker
 from megaflux_serve.planning.totals import LayerTotals
-from megaflux_serve.workspace import ExpertSlots
+from megaflux_serve.workspace import ExpertSlots, replica_bytes
 
 LOGGER = logging.getLogger("megaflux")
 
@@ -124,10 +124,8 @@ class Meter:
             sizes = use.weight_bytes, use.replica_bytes, use.workspace_bytes
         else:
             every = [slots for layer in self._slots for slots in layer]
-            stacks = [slots.replicas for slots in every]
-            unique = {weights.w13.data_ptr(): weights for weights in stacks}  # layers may share one set
             home = sum(slots.home.w13.nbytes + slots.home.w2.nbytes for slots in every)
-            sizes = home, sum(weights.w13.nbytes + weights.w2.nbytes for weights in unique.values()), 0
+            sizes = home, sum(replica_bytes(every).values()), 0
         return dict(zip(("home_slots", "replica_slots", "workspace"), sizes, strict=True))
 
 

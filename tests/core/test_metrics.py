@@ -32,6 +32,7 @@ from megaflux_serve.metrics.textfile import add_to_textfile
 from megaflux_serve.migration import MigrationReport
 from megaflux_serve.planning.gate import GateCosts
 from megaflux_serve.routepack import PlanOptions, SearchOptions, Topology, plan_window
+from megaflux_serve.workspace import Workspace, replica_bytes
 from tests.core.moe_cases import make_case
 from tests.core.routepack_cases import COST, window
 
@@ -261,6 +262,14 @@ def test_timeouts_are_counted_by_what_was_waited_for(tmp_path: Path, monkeypatch
     series = scrape(tmp_path)
     assert series["megaflux_wait_timeouts_total", "0", "counts"] == 2
     assert sum(v for labels, v in series.items() if labels[0] == "megaflux_wait_timeouts_total") == 2
+
+
+@pytest.mark.parametrize(("sticky", "sets"), [(True, 3), (False, 2)])
+def test_replica_slots_that_layers_share_are_counted_once(sticky: bool, sets: int) -> None:
+    home = make_case([4]).home(0)
+    workspace = Workspace(2, sticky)
+    slots = [workspace.slots(home, rank) for rank in (0, 0, 1)]  # two layers of rank 0, one of rank 1
+    assert sum(replica_bytes(slots).values()) == sets * 2 * 4 * 3 * 24 * 16
 
 
 def test_the_hottest_experts_are_those_of_the_last_minutes() -> None:
