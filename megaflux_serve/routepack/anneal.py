@@ -9,7 +9,7 @@ are containers that stand in row-shards. Two kinds of move keep every constraint
 * *cells*: two cells of different row-shards change places, which always fits.
 
 Only the two row-shards that a move touches are scored again: their expert loads in whole numbers, their dense stages
-from the stored cost of every cell.
+from the two dearest cells of each.
 
 The chain draws from its own generator and compares against a table of exponential quantiles instead of calling ``exp``,
 so that a seed gives the same chain on every machine. Its energy is ``max_g U_g`` with a share of ``sum_g U_g``
@@ -25,7 +25,7 @@ import numpy as np
 from megaflux_serve.routepack.compiled import compiled, compiled_part
 from megaflux_serve.routepack.demand import FloatArray, Int32Array, Int64Array
 from megaflux_serve.routepack.layout import Layout
-from megaflux_serve.routepack.score import Problem
+from megaflux_serve.routepack.score import LAYER_BLOCK, RANK_BLOCK, Problem
 
 TOTAL_SHARE = 0.5
 """Weight of the shard sum beside the slowest shard in the energy. With the paper's 1e-6, moves in the other shards are
@@ -51,7 +51,7 @@ class Tables(NamedTuple):
     """A problem as the compiled chain reads it; trajectory N is *nobody*, of no length and work.
 
     Attributes:
-        work: int32 [N + 1, P', X].
+        work: int32 [N + 1, P', X / LAYER_BLOCK, LAYER_BLOCK].
         lengths: int64 [N + 1].
         by_length: int64 [N], trajectories from short to long.
         length_rank: int64 [N], its inverse.
@@ -78,11 +78,13 @@ class Tables(NamedTuple):
     def of(cls, problem: Problem) -> Tables:
         """The tables of a problem; made once, shared by all chains."""
         topology, lengths = problem.topology, problem.lengths
-        nobody = np.zeros((1, *problem.work.shape[1:]), dtype=np.int32)
+        num_trajectories, num_ranks, _ = problem.work.shape
+        work = np.zeros((num_trajectories + 1, *problem.work.shape[1:]), dtype=np.int32)
+        work[:-1] = problem.work
         by_length = np.argsort(lengths, kind="stable").astype(np.int64)
         fitting = np.searchsorted(np.cumsum(lengths[by_length]), topology.capacity, side="right")
         return cls(
-            np.concatenate([problem.work, nobody]),
+            work.reshape(num_trajectories + 1, num_ranks, -1, LAYER_BLOCK),
             np.append(lengths, 0),
             by_length,
             np.argsort(by_length).astype(np.int64),
@@ -136,10 +138,12 @@ class _State(NamedTuple):
     tokens: Int64Array  # [K]
     squares: Int64Array  # [K], squared tokens
     stage_cost: FloatArray  # [K, S]
-    cell_work: Int32Array  # [K, P', X]
+    slowest: Int32Array  # [U, S], the cell whose stage costs most
+    slow_cost: FloatArray  # [U, S, 2], its cost, and the most of the unit's other cells
+    cell_work: Int32Array  # [K, *] as work
     seat: Int32Array  # [K], unit * slots_per_shard + index: where a cell stands
     occupant: Int32Array  # [K], its inverse
-    load: Int32Array  # [U, P', X]
+    load: Int32Array  # [U, *] as work
     expert: Int64Array  # [U], sum over layers of the busiest rank, in table entries
     joint: FloatArray  # [U], J
     shard_sum: FloatArray  # [G]
@@ -158,10 +162,12 @@ def _start(tables: Tables, layout_cell: Int32Array, num_cells: int) -> _State:
         np.zeros(num_cells, np.int64),
         np.zeros(num_cells, np.int64),
         np.zeros((num_cells, num_stages)),
-        np.zeros((num_cells, work.shape[1], work.shape[2]), np.int32),
+        np.zeros((num_units, num_stages), np.int32),
+        np.zeros((num_units, num_stages, 2)),
+        np.zeros((num_cells, *work.shape[1:]), np.int32),
         np.arange(num_cells).astype(np.int32),
         np.arange(num_cells).astype(np.int32),
-        np.zeros((num_units, work.shape[1], work.shape[2]), np.int32),
+        np.zeros((num_units, *work.shape[1:]), np.int32),
         np.zeros(num_units, np.int64),
         np.zeros(num_units),
         np.zeros(tables.num_shards),
@@ -178,11 +184,11 @@ def _start(tables: Tables, layout_cell: Int32Array, num_cells: int) -> _State:
     for c in range(num_cells):
         for s in range(num_stages):
             state.stage_cost[c, s] = weights[s, 0] * state.tokens[c] + weights[s, 1] * state.squares[c]
-    peaks, nothing, unchanged = np.zeros((2, work.shape[2]), np.int32), work[layout_cell.size], np.zeros(num_stages)
+    nothing = work[layout_cell.size]
     for u in range(num_units):
-        state.expert[u] = _expert_peaks(state.load[u], state.load[u], nothing, nothing, peaks)[0]
-        dense = _dense_cost(state, u, per_shard, -1, unchanged, -1, unchanged)
-        state.joint[u] = dense + state.expert[u] * tables.row_scale
+        state.expert[u] = _expert_peaks(state.load[u], state.load[u], nothing, nothing)[0]
+        _find_slowest(state, u, per_shard)
+        state.joint[u] = state.slow_cost[u, :, 0].sum() + state.expert[u] * tables.row_scale
         state.shard_sum[u % tables.num_shards] += state.joint[u]
     return state
 
@@ -209,54 +215,80 @@ def _pick(bits: Any, lane: int, count: int) -> Any:
 
 
 @compiled_part
-def _expert_peaks(
-    load1: Int32Array, load2: Int32Array, leaves: Int32Array, enters: Int32Array, peaks: Int32Array
-) -> tuple[Any, Any]:
+def _expert_peaks(load1: Int32Array, load2: Int32Array, leaves: Int32Array, enters: Int32Array) -> tuple[Any, Any]:
     """Sum over layers of the busiest rank of two row-shards, after ``leaves`` and ``enters`` have changed places.
 
-    Tables are int32 [P', X] with P' a multiple of 8; ``peaks`` int32 [2, X] is scratch. Every product is cast back to
-    32 bits: numba widens int32 sums to 64, which halves the lanes. The ranks of a block are unrolled: 12 M evaluations
-    a second with 8 ranks and 24 layers on one core, against 7 M with the loop over ranks outside.
+    Tables are int32 [P', X / LAYER_BLOCK, LAYER_BLOCK]. Both block sizes are constants here: a loop over layers of
+    unknown length is compiled for runs of 32 layers and more, and goes through those of a small model one by one. Every
+    sum is cast back to 32 bits: numba widens int32 sums to 64, which halves the lanes.
     """
-    num_ranks, num_layers = load1.shape
+    if load1.shape[0] > RANK_BLOCK:
+        return _busiest(load1, leaves, enters), _busiest(load2, enters, leaves)
     sum1, sum2 = np.int32(0), np.int32(0)
-    for block in range(0, num_ranks, 8):
-        for x in range(num_layers):
-            change = np.int32(enters[block, x] - leaves[block, x])
-            most1, most2 = np.int32(load1[block, x] + change), np.int32(load2[block, x] - change)
-            for p in range(1, 8):
-                change = np.int32(enters[block + p, x] - leaves[block + p, x])
-                here, there = np.int32(load1[block + p, x] + change), np.int32(load2[block + p, x] - change)
+    for block in range(load1.shape[1]):
+        for x in range(LAYER_BLOCK):
+            change = np.int32(enters[0, block, x] - leaves[0, block, x])
+            most1, most2 = np.int32(load1[0, block, x] + change), np.int32(load2[0, block, x] - change)
+            for p in range(1, RANK_BLOCK):
+                change = np.int32(enters[p, block, x] - leaves[p, block, x])
+                here, there = np.int32(load1[p, block, x] + change), np.int32(load2[p, block, x] - change)
                 most1 = here if here > most1 else most1
                 most2 = there if there > most2 else most2
-            if block:
-                most1 = max(most1, peaks[0, x])
-                most2 = max(most2, peaks[1, x])
-            if block + 8 < num_ranks:
-                peaks[0, x] = most1
-                peaks[1, x] = most2
-            else:
-                sum1 = np.int32(sum1 + most1)
-                sum2 = np.int32(sum2 + most2)
+            sum1 = np.int32(sum1 + most1)
+            sum2 = np.int32(sum2 + most2)
     return sum1, sum2
 
 
 @compiled_part
-def _dense_cost(
-    state: _State, unit: int, per_shard: int, cell1: int, new1: FloatArray, cell2: int, new2: FloatArray
-) -> float:
-    """A of a row-shard when two cells, wherever they stand, have new stage costs float64 [S]."""
-    total = 0.0
-    for s in range(new1.size):
-        most = 0.0
+def _busiest(load: Int32Array, leaves: Int32Array, enters: Int32Array) -> Any:
+    """Sum over layers of the busiest rank of one row-shard with any number of ranks."""
+    shape = load.shape[0], load.shape[1] * LAYER_BLOCK
+    load, leaves, enters = load.reshape(shape), leaves.reshape(shape), enters.reshape(shape)
+    peaks = np.zeros(shape[1], np.int32)
+    for p in range(shape[0]):
+        for x in range(shape[1]):
+            here = np.int32(load[p, x] + np.int32(enters[p, x] - leaves[p, x]))
+            peaks[x] = here if here > peaks[x] else peaks[x]
+    return np.int32(peaks.sum())
+
+
+@compiled_part
+def _find_slowest(state: _State, unit: int, per_shard: int) -> None:
+    """Bring ``slowest`` and ``slow_cost`` of a row-shard up to date."""
+    for s in range(state.stage_cost.shape[1]):
+        slowest, most, second = -1, 0.0, 0.0
         for at in range(unit * per_shard, (unit + 1) * per_shard):
             c = state.occupant[at]
             value = state.stage_cost[c, s]
-            if c == cell1:
-                value = new1[s]
-            elif c == cell2:
-                value = new2[s]
-            most = max(most, value)
+            if value > most:
+                slowest, most, second = c, value, most
+            else:
+                second = max(second, value)
+        state.slowest[unit, s] = slowest
+        state.slow_cost[unit, s, 0], state.slow_cost[unit, s, 1] = most, second
+
+
+@compiled_part
+def _dense_cost(state: _State, unit: int, cell: int, new: FloatArray) -> float:
+    """A of a row-shard when one of its cells has new stage costs float64 [S]; the other cells are not looked at."""
+    total = 0.0
+    for s in range(new.size):
+        total += max(new[s], state.slow_cost[unit, s, np.int64(state.slowest[unit, s] == cell)])
+    return total
+
+
+@compiled_part
+def _dense_cost_of_both(
+    state: _State, unit: int, per_shard: int, cell1: int, new1: FloatArray, cell2: int, new2: FloatArray
+) -> float:
+    """The same when two of its cells have new stage costs."""
+    total = 0.0
+    for s in range(new1.size):
+        most = max(new1[s], new2[s])
+        for at in range(unit * per_shard, (unit + 1) * per_shard):
+            c = state.occupant[at]
+            if c != cell1 and c != cell2:
+                most = max(most, state.stage_cost[c, s])
         total += most
     return total
 
@@ -279,12 +311,13 @@ def _energy(joint: FloatArray, shard_sum: FloatArray, bubble: float) -> float:
 
 @compiled_part
 def _shift(load1: Int32Array, load2: Int32Array, leaves: Int32Array, enters: Int32Array) -> None:
-    """Let ``leaves`` and ``enters``, int32 [P', X], change places between two loads."""
+    """Let ``leaves`` and ``enters`` change places between two loads."""
     for p in range(load1.shape[0]):
-        for x in range(load1.shape[1]):
-            change = np.int32(enters[p, x] - leaves[p, x])
-            load1[p, x] += change
-            load2[p, x] -= change
+        for block in range(load1.shape[1]):
+            for x in range(LAYER_BLOCK):
+                change = np.int32(enters[p, block, x] - leaves[p, block, x])
+                load1[p, block, x] += change
+                load2[p, block, x] -= change
 
 
 @compiled_part
@@ -343,7 +376,7 @@ def _chain(
     work, lengths, weights, per_shard = tables.work, tables.lengths, tables.weights, tables.slots_per_shard
     num_units, num_stages = state.joint.size, weights.shape[0]
     new1, new2 = np.zeros(num_stages), np.zeros(num_stages)
-    peaks, couple = np.zeros((2, work.shape[2]), np.int32), np.zeros(work.shape[1:], np.int32)
+    couple = np.zeros(work.shape[1:], np.int32)
     span = min(LENGTH_SPAN, nobody // 4 + 1)
     plain = tables.num_shards == 1 and tables.bubble == 0
     energy = best_energy = _energy(state.joint, state.shard_sum, tables.bubble)
@@ -410,20 +443,20 @@ def _chain(
             leaves, enters = work[i], work[j]
             if k != nobody:
                 for p in range(work.shape[1]):
-                    for x in range(work.shape[2]):
-                        couple[p, x] = np.int32(work[j, p, x] + work[k, p, x])
+                    for block in range(work.shape[2]):
+                        for x in range(LAYER_BLOCK):
+                            couple[p, block, x] = np.int32(work[j, p, block, x] + work[k, p, block, x])
                 enters = couple
 
         # 2. Score the two row-shards.
-        dense1 = _dense_cost(state, unit1, per_shard, cell1, new1, cell2, new2)
         old1, old2 = state.joint[unit1], state.joint[unit2]
         expert1, expert2 = state.expert[unit1], state.expert[unit2]
         if unit1 == unit2:
-            joint1 = dense1 + expert1 * tables.row_scale
+            joint1 = _dense_cost_of_both(state, unit1, per_shard, cell1, new1, cell2, new2) + expert1 * tables.row_scale
             joint2, change2 = joint1, 0.0
         else:
-            dense2 = _dense_cost(state, unit2, per_shard, cell1, new1, cell2, new2)
-            expert1, expert2 = _expert_peaks(state.load[unit1], state.load[unit2], leaves, enters, peaks)
+            dense1, dense2 = _dense_cost(state, unit1, cell1, new1), _dense_cost(state, unit2, cell2, new2)
+            expert1, expert2 = _expert_peaks(state.load[unit1], state.load[unit2], leaves, enters)
             joint1, joint2 = dense1 + expert1 * tables.row_scale, dense2 + expert2 * tables.row_scale
             change2 = joint2 - old2
         change1 = joint1 - old1
@@ -450,6 +483,8 @@ def _chain(
         else:
             _exchange_trajectories(tables, state, i, j, k, cell1, cell2)
             _shift(state.cell_work[cell1], state.cell_work[cell2], leaves, enters)
+        _find_slowest(state, unit1, per_shard)
+        _find_slowest(state, unit2, per_shard)
         if energy < best_energy:
             best_energy, at_best = energy, True
     if at_best:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaflux_serve.errors import ConfigError, InputError, UnsupportedError
+from megaflux_serve.routepack import anneal
 from megaflux_serve.routepack.anneal import Tables, run_chain
 from megaflux_serve.routepack.baselines import (
     dp_local_ffd,
@@ -87,6 +88,23 @@ def test_a_chain_keeps_every_constraint_and_its_best_is_never_worse_than_its_sta
     # With two shards the chain's energy is not the primary score alone, so its best may trade a little of it.
     if topology.num_shards == 1:
         assert best.primary <= score(problem, start).primary * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_shards"), [(4, 1), (4, 2), (16, 1)])
+def test_what_a_chain_keeps_up_to_date_is_what_a_new_start_counts(num_ranks: int, num_shards: int) -> None:
+    demand, topology = window(40), Topology(num_ranks, 4, 300, num_shards)
+    tables = Tables.of(problem_of(demand, topology))
+    layout = global_ffd(demand.lengths, topology, choose_rows(demand.lengths, topology))
+    state = anneal._start(tables, layout.cell, layout.num_cells)
+    found = anneal._chain(tables, state, 5_000, 2.0, 0.1, 0.0, np.uint64(1), anneal.QUANTILES, 40)
+    assert found[2] > 500
+    fresh = anneal._start(tables, anneal._layout_of(state), layout.num_cells)
+    assert np.array_equal(state.load, fresh.load)
+    assert np.array_equal(state.expert, fresh.expert)
+    assert np.array_equal(state.slow_cost, fresh.slow_cost)
+    assert np.array_equal(state.seat[state.slowest], fresh.slowest)
+    assert state.joint == pytest.approx(fresh.joint, rel=1e-12)
+    assert state.shard_sum == pytest.approx(fresh.shard_sum, rel=1e-12)
 
 
 @EXACT
