@@ -20,9 +20,9 @@ and tables may be read and its result buffer written. *Done*: all that it return
 The launch ends when every rank is done: the combine that follows in the stream waits for nobody.
 
 Every wait is bounded. Waits for other ranks end after ``budget_ns``, waits for local counters after twice that, so
-that the first failure, which the error record keeps, is the cause. A rank that has failed writes no results and reports
-neither start nor done, so its peers fail as well. Waits on shared-memory barriers are for warps whose own waits are
-bounded, or for copies that the hardware completes.
+that the first failure, which the error record keeps, is the cause. A rank that has failed pulls nothing, writes no
+results and reports neither start nor done, so its peers fail as well. Waits on shared-memory barriers are for warps
+whose own waits are bounded, or for copies that the hardware completes.
 """
 
 from __future__ import annotations

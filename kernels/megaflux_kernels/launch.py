@@ -13,8 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from megaflux_kernels.peers import PEER_WORDS, Peer
-from megaflux_kernels.sync.device import doubles, publish, record_failure, wait_for, words
-from megaflux_kernels.sync.record import CODE
+from megaflux_kernels.sync.device import doubles, holds_failure, publish, record_failure, wait_for
 
 arch = cute.arch
 START, DONE = 0, 1
@@ -67,7 +66,7 @@ class Ranks(NamedTuple):
 @cute.jit
 def has_failed(ranks: Ranks):
     """Whether a wait of this rank has failed, in this launch or an earlier one."""
-    return arch.load(words(ranks.error).iterator + CODE, Int32, sem="relaxed", scope="gpu") != 0
+    return holds_failure(ranks.error)
 
 
 @cute.jit

@@ -12,7 +12,8 @@ Grid (1 + chunks, local ranks). Block 0 of a rank plans, the others own a chunk 
 All blocks must be resident at once, since they wait for one another: the launch is cooperative and is refused
 otherwise. Sizes are read on the device, nothing is synchronised with the host, and the launch can be captured into a
 CUDA graph: the launch number lives in device memory. No flag is ever reset. A wait that fails fills the error record
-and leaves routes unwritten.
+and leaves routes unwritten. From the next launch on the rank sends no counts either and waits for no peer: one that is
+slower may still read what it sent before, and what is queued drains at once.
 
 Two parities of counts suffice: a rank sends counts of launch n + 2 only after all ranks have sent those of n + 1, which
 they do after their launch n ended.
@@ -32,7 +33,7 @@ from megaflux_kernels.plan_block import PlanBlock, PlanOptions, PlanRequest
 from megaflux_kernels.planner_map import NANOSECONDS, THREADS, Mark, PlannerMap, PlannerShape, State, Work
 from megaflux_kernels.routes import Batch, RouteBlock
 from megaflux_kernels.slots import plan_tables
-from megaflux_kernels.sync.device import count_up, doubles, publish, record_failure, wait_for, words
+from megaflux_kernels.sync.device import count_up, doubles, holds_failure, publish, record_failure, wait_for, words
 from megaflux_kernels.totals import AddTotals, Times
 from megaflux_kernels.totals_map import TotalsMap
 
@@ -157,7 +158,7 @@ class Planner:
             options = PlanOptions(transfer_cost, penalty, block_ns, replica_ns, plan_ns, hidden_permille)
             if totals != 0:
                 totals = totals + Int64(local) * self.totals_bytes
-            self.plan(base, keys, peers, copies, totals, region, rank, epoch, options, budget_ns, tid)
+            self.plan(base, ok, keys, peers, copies, totals, region, rank, epoch, options, budget_ns, tid)
         else:
             tokens = arch.load(words(num_tokens).iterator + local, Int32)
             batch = Batch(
@@ -203,6 +204,7 @@ class Planner:
     def plan(
         self,
         base,
+        ok: cute.Tensor,
         keys: cute.Tensor,
         peers: cute.Tensor,
         resident: Int64,
@@ -222,7 +224,7 @@ class Planner:
         counts = self.at(region, "counts") + Int64(epoch & 1) * (4 * self.search.num_ranks * self.search.num_experts)
         request = PlanRequest(counts, self.at(region, "homes"), resident, self.at(region, "plan"), rank, epoch)
         self.block.prepare(base, request, tid)
-        self.exchange(base, region, peers, counts - region, rank, epoch, budget_ns, tid)
+        self.exchange(base, ok, region, peers, counts - region, rank, epoch, budget_ns, tid)
         self.mark(region, Mark.EXCHANGE, tid)
         self.block.read(base, request, tid)
         self.mark(region, Mark.BLOCKS, tid)
@@ -246,6 +248,7 @@ class Planner:
     def exchange(
         self,
         base,
+        ok: cute.Tensor,
         region: Int64,
         peers: cute.Tensor,
         counts: Int64,
@@ -256,27 +259,35 @@ class Planner:
     ):
         """Gather the rank's histogram, send it to all ranks and wait for theirs; ``counts`` is an offset of the map.
 
-        A rank whose copies are stale says so with its counts, and then all ranks forget theirs.
+        A rank whose copies are stale says so with its counts, and then all ranks forget theirs. A rank that has failed
+        sends nothing and waits for nobody; ``ok``, int32 [1] in shared memory, holds whether it has not.
         """
         experts, ranks, chunks = self.search.num_experts, self.search.num_ranks, self.shape.num_chunks
         error, own = self.at(region, "error"), self.tensor(region, "rank_counts")
         if tid == 0:
+            failed, ok[0] = holds_failure(error), Int32(1)
             seen = wait_for(self.at(region, "state") + 4 * int(State.HISTOGRAMS), epoch * chunks, budget_ns, "gpu")
             if epoch * chunks - seen > 0:
                 record_failure(error, Wait.HISTOGRAM, rank, epoch * chunks - seen, epoch)
+            if failed | (epoch * chunks - seen > 0):
+                ok[0] = Int32(0)
         arch.sync_threads()
         self.mark(region, Mark.HISTOGRAM, tid)
-        row = counts + Int64(rank) * (4 * experts)
+        sends, row = ok[0] == 1, counts + Int64(rank) * (4 * experts)
+        if not sends:
+            budget_ns = Int64(0)
         for expert in cutlass.range(tid, experts, THREADS):
             num = arch.load(own.iterator + expert, Int32)
             own[expert] = Int32(0)
             if expert == 0:
                 num += self.block.is_stale(base) * STALE_COUNT
-            for peer in cutlass.range(ranks, unroll=8):
-                words(peers[peer] + row, experts)[expert] = num
+            if sends:
+                for peer in cutlass.range(ranks, unroll=8):
+                    words(peers[peer] + row, experts)[expert] = num
         arch.sync_threads()
-        for peer in cutlass.range(tid, ranks, THREADS):
-            publish(peers[peer] + self.map.offsets["counts_flags"] + Int64(rank) * 4, epoch, "sys")
+        if sends:
+            for peer in cutlass.range(tid, ranks, THREADS):
+                publish(peers[peer] + self.map.offsets["counts_flags"] + Int64(rank) * 4, epoch, "sys")
         self.mark(region, Mark.SENT, tid)
         for peer in cutlass.range(tid, ranks, THREADS):
             seen = wait_for(self.at(region, "counts_flags") + Int64(peer) * 4, epoch, budget_ns, "sys")
@@ -328,6 +339,8 @@ class Planner:
         if tid == 0:
             if ok[0] >= 0:
                 ok[0] = wait_for(state + 4 * int(State.PLAN), epoch, budget_ns * PLAN_WAIT_BUDGETS, "gpu") - epoch
+                if holds_failure(self.at(region, "error")):  # a plan without the counts of every rank
+                    ok[0] = Int32(-1)
         arch.sync_threads()
         self.mark_chunk(region, Mark.SEEN, chunk, tid)
         if ok[0] >= 0:

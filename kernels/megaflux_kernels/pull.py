@@ -26,7 +26,6 @@ from megaflux_kernels.launch import (
     has_failed,
     mark,
     signal_peers,
-    wait_budget,
 )
 from megaflux_kernels.layout import Wait
 from megaflux_kernels.peers import PEER_WORDS, Peer
@@ -151,7 +150,11 @@ class PullWarp:
 
     @cute.jit
     def wait_piece(self, barrier, phase, budget, piece: Piece, ranks: Ranks):
-        """Bounded wait for a stage to be filled; returns the budget, 0 after a failure."""
+        """Bounded wait for a stage to be filled; returns the budget, 0 after a failure.
+
+        Copies that are on their way are waited for although another wait of this rank has failed meanwhile: they write
+        into this CTA's shared memory, so it must not end before they have.
+        """
         arrived = arch.mbarrier_try_wait(barrier, phase)
         if not arrived:
             start, waiting = arch.globaltimer(), not arrived
@@ -169,13 +172,17 @@ class PullWarp:
     def rows(self, staging: Staging, lane, phase, first, stride, pool: Int64, tables: Tables, ranks: Ranks):
         """Pull every ``stride``-th pool row from row ``first`` on, in order; returns the phase.
 
+        A rank that has failed pulls none.
+
         All CTAs together walk the pool from its beginning, so that the first blocks are complete first. Each lane looks
         at one pool row. The rows that are their token's first here are pulled, each to all its places; padding rows are
         only counted.
         """
         pieces = self.shape.pieces_per_row
         num_rows = arch.load(words(tables.header).iterator + int(WorkHeader.NUM_BLOCKS), Int32) * BLOCK_ROWS
-        budget, piece = wait_budget(ranks), no_piece()
+        if arch.vote_any_sync(has_failed(ranks)):
+            num_rows = Int32(0)
+        budget, piece = ranks.budget_ns, no_piece()
         base = first
         code = self.origin(tables.row_source, base + lane * stride, num_rows)
         while base < num_rows:
@@ -244,10 +251,15 @@ class PullWarp:
 
     @cute.jit
     def weights(self, staging: Staging, lane, phase, transfers, buffers: Buffers, tables: Tables, ranks: Ranks):
-        """Pull replica weights, a few pieces at a time from the rank's queue, until it is empty; returns the phase."""
+        """Pull replica weights, a few pieces at a time from the rank's queue, until it is empty; returns the phase.
+
+        A rank that has failed pulls none.
+        """
         total = transfers * (self.shape.w1_pieces + self.shape.w2_pieces)
+        if arch.vote_any_sync(has_failed(ranks)):
+            total = Int32(0)
         share = CLAIM_PASSES * self.stages
-        budget, piece = wait_budget(ranks), no_piece()
+        budget, piece = ranks.budget_ns, no_piece()
         claimed = self.claim(tables.counters, lane, share, total)
         while claimed < total:
             for start in cutlass.range(0, share, self.stages, unroll=1):

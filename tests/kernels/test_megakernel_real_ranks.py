@@ -107,7 +107,10 @@ def serve(process: int, case: DeviceCase, num: int, port: int) -> None:
 
 
 def lose_a_peer(rank: int, case: DeviceCase, port: int, dies: bool) -> None:
-    """Rank 1 comes to the fourth batch too late, or never; every rank that is left must be told in time and can end."""
+    """Rank 1 comes to the fourth batch too late, or never; every rank that is left must be told in time and can end.
+
+    Four batches are queued, as the layers of a step are: the time of the first failed wait must be the only one.
+    """
     join(rank, 2, port)
     config = MegaFluxConfig(
         executor="megakernel", replica_slots=case.num_slots, max_tokens=case.max_tokens, timeout_s=TIMEOUT_S
@@ -124,7 +127,8 @@ def lose_a_peer(rank: int, case: DeviceCase, port: int, dies: bool) -> None:
     if rank == 1:
         time.sleep(2 * TIMEOUT_S)
     begin = time.monotonic()
-    layer.forward_rank(batches[0])
+    for batch in (*batches, batches[0]):
+        layer.forward_rank(batch)
     with pytest.raises(PeerTimeoutError) as caught:
         layer.on_device.last_plan()
     assert time.monotonic() - begin < 3 * TIMEOUT_S  # waits for what this rank has not brought last twice as long

@@ -59,6 +59,12 @@ def wait_for(flag: Int64, value: Int32, budget_ns: Int64, scope: cutlass.Constex
 
 
 @cute.jit
+def holds_failure(record: Int64):
+    """Whether a wait of this rank has failed, in an earlier launch or before a flag that the caller has seen."""
+    return arch.load(words(record).iterator + CODE, Int32, sem="relaxed", scope="gpu") != 0
+
+
+@cute.jit
 def record_failure(record: Int64, wait: cutlass.Constexpr, rank: Int32, slot: Int32, epoch: Int32):
     """Fill the error record unless an earlier failure holds it."""
     error = words(record, 8)
@@ -69,4 +75,4 @@ def record_failure(record: Int64, wait: cutlass.Constexpr, rank: Int32, slot: In
         error[EPOCH] = epoch
 
 
-__all__ = ["count_up", "doubles", "publish", "record_failure", "wait_for", "words"]
+__all__ = ["count_up", "doubles", "holds_failure", "publish", "record_failure", "wait_for", "words"]
