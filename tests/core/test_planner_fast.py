@@ -10,6 +10,7 @@ from megaflux_serve.errors import InputError
 from megaflux_serve.planning import fast_planner, planner
 from megaflux_serve.planning.plan import ReplicaPlan
 from megaflux_serve.planning.planner import PlannerOptions
+from megaflux_serve.planning.workload import permute, scale_counts, split_by_source, zipf_shares
 from megaflux_serve.routing import CountArray
 from megaflux_serve.slots import IntArray, SlotLayout
 from tests.core.planner_cases import assert_plan_invariants, cases, deterministic
@@ -73,6 +74,19 @@ def test_they_are_equal_on_thousands_of_cases_full_of_ties() -> None:
     for _ in range(NUM_TIED_CASES):
         case = tied_case(random)
         assert_equal_plans(fast_planner.plan_replicas(*case), planner.plan_replicas(*case))
+
+
+def test_a_batch_that_is_planned_again_and_again_soon_copies_nothing() -> None:
+    """With copies in place the searches find other plans at first, as docs/operations.md says of sticky slots."""
+    layout, copied = SlotLayout(128, 8, 2), np.zeros(8)
+    for seed in range(30):
+        counts = permute(scale_counts(zipf_shares(128, 3), 8 * 1024, 8), seed)
+        resident = layout.no_replicas()
+        for batch in range(copied.size):
+            plan = fast_planner.plan_replicas(split_by_source(counts, 8), layout, resident=resident)
+            resident, copied[batch] = plan.replica_experts, copied[batch] + len(plan.transfers)
+    assert 0 < copied[1] < 0.4 * copied[0]
+    assert copied[5:].sum() == 0
 
 
 def test_rows_near_the_limit_of_32_bits_are_planned_exactly() -> None:
