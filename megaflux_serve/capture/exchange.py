@@ -15,6 +15,7 @@ import binascii
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from tokenize import TokenError
 from typing import Any, TextIO
 
 import numpy as np
@@ -23,7 +24,6 @@ from numpy.typing import NDArray
 from megaflux_serve.capture.record import ModelShape, ReplayRecord
 from megaflux_serve.errors import InputError
 
-Int16Array = NDArray[np.int16]
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 NPY_MAGIC = b"\x93NUMPY"
@@ -99,16 +99,19 @@ def from_verl(batch: Mapping[str, NDArray[Any]]) -> Iterator[Int64Array]:
             is verl's filler, as behind the last turn of a conversation; only with k = 1 it is read as routes.
 
     Raises:
-        InputError: an array is missing, shapes differ, or a row's tokens are not one piece.
+        InputError: an array is missing or of another type, shapes differ, or a row's tokens are not one piece.
     """
     missing = {"routed_experts", "attention_mask"} - batch.keys()
     if missing:
         raise InputError("verl batch", f"lacks {sorted(missing)}", "routed_experts and attention_mask")
-    routes, attention = batch["routed_experts"], batch["attention_mask"].astype(np.bool_)
-    if routes.ndim != 4 or routes.shape[:2] != attention.shape:
-        raise InputError(
-            "verl batch", f"has {list(routes.shape)}, {list(attention.shape)}", "[N, S, layers, k] and [N, S]"
-        )
+    routes, attention = batch["routed_experts"], batch["attention_mask"]
+    if routes.ndim != 4 or routes.dtype.kind not in "iu":
+        raise InputError("routed_experts", f"is {routes.dtype} {list(routes.shape)}", "integers [N, S, layers, k]")
+    for name in sorted({"attention_mask", "routes_mask"} & batch.keys()):
+        mask = batch[name]
+        if mask.shape != routes.shape[:2] or mask.dtype.kind not in "biu":
+            allowed = f"integers or bool {list(routes.shape[:2])}, as routed_experts"
+            raise InputError(name, f"is {mask.dtype} {list(mask.shape)}", allowed)
     for i, tokens in enumerate(attention):
         places = np.flatnonzero(tokens)
         if not places.size or places[-1] - places[0] + 1 != places.size:
@@ -116,7 +119,7 @@ def from_verl(batch: Mapping[str, NDArray[Any]]) -> Iterator[Int64Array]:
         rows = places[:-1]
         found = routes[i, rows].astype(np.int64)
         if "routes_mask" in batch:
-            found[~batch["routes_mask"][i, rows]] = -1
+            found[batch["routes_mask"][i, rows] == 0] = -1
         elif routes.shape[3] > 1:
             found[~found.any(axis=(1, 2))] = -1
         yield found
@@ -184,10 +187,8 @@ def read_router_trace(file: Iterable[str], model: ModelShape) -> Iterator[tuple[
     step, layers = None, {}
     for number, text in enumerate(file, 1):
         try:
-            line = json.loads(text)
-            found, block, layer = line["step"], line["block"], line["layer"]
-            ids = np.asarray(line["top_indices"], dtype=np.int64).reshape(line["num_tokens"], line["topk"])
-        except (ValueError, KeyError, TypeError) as error:
+            found, block, layer, ids = _trace_line(text)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError(f"line {number}", f"cannot be read ({error})", "a line of a router trace") from error
         if block != BLOCK:
             continue
@@ -223,7 +224,7 @@ def decode_response(payload: str | bytes, model: ModelShape) -> NDArray[Any]:
         if data.startswith(NPY_MAGIC):
             return np.asarray(np.load(io.BytesIO(data), allow_pickle=False))
         return np.frombuffer(data, dtype="<i4").reshape(-1, model.num_layers, model.top_k)
-    except (binascii.Error, ValueError, EOFError) as error:
+    except (binascii.Error, ValueError, EOFError, TokenError) as error:
         raise InputError(
             "response", f"cannot be decoded ({error})", "base64 of .npy or int32 routes, or .npy"
         ) from error
@@ -234,6 +235,19 @@ def _check_every_row(record: ReplayRecord, form: str) -> None:
     if not record.valid.all():
         row = int((~record.valid).argmax())
         raise InputError(f"record {record.id!r}", f"row {row} has no routes", f"routes in every row, for {form}")
+
+
+def _trace_line(text: str) -> tuple[int, str, int, Int64Array]:
+    """Step, block, layer and routes [tokens, k] of a line of a trace."""
+    line = json.loads(text)
+    for name in ("step", "layer", "num_tokens", "topk"):
+        if type(line[name]) is not int:
+            raise ValueError(f"{name} is {line[name]!r}, no integer")
+    shape, rows = (line["num_tokens"], line["topk"]), line["top_indices"]
+    ids = np.empty(shape, dtype=np.int64) if shape[0] == 0 and rows == [] else np.asarray(rows)
+    if ids.shape != shape or ids.dtype != np.int64:
+        raise ValueError(f"top_indices are {ids.dtype} {list(ids.shape)}, no integers {list(shape)}")
+    return line["step"], line["block"], line["layer"], ids
 
 
 def _stack(layers: Mapping[int, Int64Array], model: ModelShape, step: int) -> Int64Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +114,22 @@ def test_zeros_in_a_verl_batch_are_routes_where_a_token_has_one_expert() -> None
     assert np.array_equal(found, np.zeros((2, 2, 1)))
 
 
+@pytest.mark.parametrize(
+    ("name", "array", "said"),
+    [
+        ("routed_experts", np.zeros((1, 3, 2)), r"routed_experts: is float64 \[1, 3, 2\]"),
+        ("routed_experts", np.full((1, 7, 4, 3), "1"), "routed_experts: is <U1"),
+        ("attention_mask", np.ones((1, 6), dtype=np.int64), r"attention_mask: is int64 \[1, 6\]; .* \[1, 7\]"),
+        ("routes_mask", np.ones((1, 6), dtype=np.bool_), r"routes_mask: is bool \[1, 6\]"),
+        ("routes_mask", np.ones((1, 7)), "routes_mask: is float64"),
+        ("attention_mask", np.array([[1, 1, 1, 0, 1, 1, 1]]), "attention_mask: row 0 is not one piece"),
+    ],
+)
+def test_an_array_of_a_verl_batch_that_does_not_fit_is_refused_by_name(name: str, array: np.ndarray, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        list(from_verl(to_verl([record(1, 3, 4)]) | {name: array}))
+
+
 def test_router_replay_gets_a_row_for_every_token_and_none_goes_to_expert_zero_for_want_of_routes() -> None:
     records = [record(1, 3, 2, holes=(0, 2)), record(2, 2, 1)]
     layers = to_router_replay(records)
@@ -169,6 +186,32 @@ def test_a_broken_router_trace_is_refused_by_line_or_step() -> None:
         list(read_router_trace([first, second[:-9]], MODEL))
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"step": None}, "step is None, no integer"),
+        ({"layer": [1]}, r"layer is \[1\], no integer"),
+        ({"num_tokens": -1}, r"top_indices are int64 \[1, 3\], no integers \[-1, 3\]"),
+        ({"top_indices": []}, r"top_indices are float64 \[0\]"),
+        ({"top_indices": None}, r"top_indices are object \[\]"),
+        ({"top_indices": [[1.5, 2, 3]]}, "top_indices are float64"),
+        ({"top_indices": [[True, False, True]]}, "top_indices are bool"),
+        ({"top_indices": [["1", 2, 3]]}, "top_indices are <U21"),
+        ({"top_indices": [[2**70, 2, 3]]}, "top_indices are object"),
+    ],
+)
+def test_a_value_of_a_router_trace_that_is_no_integer_is_refused(change: dict[str, object], said: str) -> None:
+    line = {"step": 0, "block": "decoder", "layer": 1, "num_tokens": 1, "topk": 3, "top_indices": [[1, 2, 3]]}
+    with pytest.raises(InputError, match=f"line 1: cannot be read .{said}"):
+        list(read_router_trace([json.dumps(line | change)], MODEL))
+
+
+def test_a_step_of_a_router_trace_may_be_empty() -> None:
+    line = {"step": 0, "block": "decoder", "num_tokens": 0, "topk": 3, "top_indices": []}
+    ((_, found),) = read_router_trace([json.dumps(line | {"layer": layer}) for layer in (1, 3)], MODEL)
+    assert found.shape == (0, 2, 3)
+
+
 def test_responses_of_both_engines_are_decoded() -> None:
     routes = all_layers(record(1, 3, 4))
     npy = io.BytesIO()
@@ -177,7 +220,8 @@ def test_responses_of_both_engines_are_decoded() -> None:
     assert np.array_equal(decode_response(npy.getvalue(), MODEL), routes)
     sglang = base64.b64encode(routes.astype("<i4").tobytes()).decode()
     assert np.array_equal(decode_response(sglang, MODEL), routes)
-    for payload in ("not base64!", base64.b64encode(b"12345").decode(), npy.getvalue()[:20]):
+    open_brace = npy.getvalue().replace(b"}", b" ")
+    for payload in ("not base64!", base64.b64encode(b"12345").decode(), npy.getvalue()[:20], open_brace):
         with pytest.raises(InputError, match="response: cannot be decoded"):
             decode_response(payload, MODEL)
 
