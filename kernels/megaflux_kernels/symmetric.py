@@ -46,7 +46,7 @@ class SymmetricMemory:
         Args:
             num_bytes: size for each rank; must be equal in every process.
             num_ranks: P, 1 to 127.
-            group: NCCL group of the processes, one device each; None if this one holds all ranks.
+            group: the processes, one device each, with any backend; None if this one holds all ranks.
             device: torch device, the current one where there are several processes.
 
         Returns:

@@ -23,6 +23,7 @@ def select_executor(
     num_ranks: int,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
+    host_group: dist.ProcessGroup | None = None,
 ) -> Executor | DeviceExecutor:
     """The executor that ``config.executor`` names.
 
@@ -32,13 +33,15 @@ def select_executor(
         group: the expert-parallel group of P processes, with the megakernel also of N that hold P/N ranks each, or None
             when this process holds every rank.
         device: of the tensors that the group's backend sends.
+        host_group: the same processes with a backend for host tensors, for executors that only meet in the group: they
+            then make no NCCL communicator, which takes memory and time. None: ``group`` does for all.
 
     Raises:
         ConfigError: the executor does not fit how ranks are spread over processes.
         UnsupportedError: the executor cannot run on this machine.
     """
     if config.executor == "megakernel":
-        return _megakernel(config, num_ranks, group)
+        return _megakernel(config, num_ranks, group if host_group is None else host_group)
     spread = group is not None and num_ranks > 1
     kind = config.executor if config.executor != "auto" else ("staged" if spread else "reference")
     if kind == "staged":

@@ -47,7 +47,8 @@ class MegakernelExecutor(DeviceExecutor):
 
     Args:
         num_ranks: P.
-        group: the NCCL group of N processes with a GPU each, which hold P/N ranks each; None: this one holds all.
+        group: N processes with a GPU each, which hold P/N ranks each, with any backend; None: this one holds all. They
+            meet in it to allocate and until all have compiled; batches do without it.
         max_tokens: rows of the largest batch of a rank.
         timeout_s: the longest wait for a peer, in seconds. It covers what a slow peer may do between two layers.
     """

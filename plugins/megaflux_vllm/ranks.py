@@ -85,7 +85,9 @@ def rank_context() -> VllmRankContext:
         config = get_current_vllm_config()
         options = megaflux_config(config.additional_config)
         with named_as_written():
-            executor = select_executor(options, group.world_size, group.device_group, current_platform.device_type)
+            executor = select_executor(
+                options, group.world_size, group.device_group, current_platform.device_type, group.cpu_group
+            )
         meter = worker_meter(options, executor, group.rank_in_group, config)
         context = VllmRankContext.of(options, executor, group.rank_in_group, meter, LOGGER)
         watch_updates(while_alive(context.forget_replicas))

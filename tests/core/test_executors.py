@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaflux_serve import executors
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError, UnsupportedError
 from megaflux_serve.executors import ReferenceExecutor, select_executor
@@ -114,6 +115,13 @@ def test_auto_means_reference_when_one_process_holds_every_rank() -> None:
     executor = select_executor(MegaFluxConfig(), num_ranks=4)
     assert isinstance(executor, ReferenceExecutor)
     assert list(executor.local_ranks) == [0, 1, 2, 3]
+
+
+def test_the_megakernel_meets_on_the_host_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "_megakernel", lambda config, num_ranks, group: group)
+    config, device_group, host_group = MegaFluxConfig(executor="megakernel"), object(), object()
+    assert select_executor(config, 2, device_group, "cuda", host_group) is host_group
+    assert select_executor(config, 2, device_group, "cuda") is device_group
 
 
 def test_staged_needs_a_process_group() -> None:
