@@ -23,7 +23,7 @@ TOOLS = ("hypothesis", "pytest", "pytest-timeout", "safetensors")
 def main() -> None:
     parser = argparse.ArgumentParser(description="Create the SGLang environment of MegaFlux-serve.")
     parser.add_argument("directory", nargs="?", default=".venv-sglang", type=Path, help="(default: .venv-sglang)")
-    parser.add_argument("--sglang", default="0.5.17", help="release of SGLang, 0.5.11 to 0.5.19 (default: 0.5.17)")
+    parser.add_argument("--sglang", default="0.5.17", help="release of SGLang, 0.5.11 to 0.5.23 (default: 0.5.17)")
     args = parser.parse_args()
     if not sys.platform.startswith("linux") or not (3, 10) <= sys.version_info[:2] <= (3, 13):
         sys.exit(f"install: needs Linux and Python 3.10 to 3.13, not {sys.platform} with {sys.version.split()[0]}")

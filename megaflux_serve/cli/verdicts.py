@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megaflux_serve.cli.machine import PLUGIN_GROUPS, Machine
 
 PYTHON_VERSIONS = ("3.10", "3.14")
-ENGINE_VERSIONS = {"vllm": ("0.26", "0.34"), "sglang": ("0.5.11", "0.5.20")}
+ENGINE_VERSIONS = {"vllm": ("0.26", "0.34"), "sglang": ("0.5.11", "0.5.24")}
 """Engine -> first version that is supported, first that is not."""
 
 DSL_VERSION = "4.8.1"

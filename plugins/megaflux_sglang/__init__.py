@@ -23,7 +23,7 @@ def register() -> None:
         logging.getLogger("sglang.megaflux").warning("%s", versions.refusal(version))
         return
     backend.accept()
-    hooks = (*checks.hooks(), *layer.HOOKS, *weights.hooks(), *failures.HOOKS, *metrics.HOOKS, *capture.hooks())
+    hooks = (*checks.hooks(), *layer.HOOKS, *weights.hooks(), *failures.HOOKS, *metrics.hooks(), *capture.hooks())
     for target, hook, kind in hooks:
         versions.hook(target, hook, kind)
 

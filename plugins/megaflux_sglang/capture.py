@@ -7,9 +7,10 @@ retraction, nothing of them travels through SGLang's other processes, and a resp
 when its routes are in the store. It carries routes only where the request asks for them.
 
 Every data-parallel rank's scheduler has a writer of its own; of tensor-parallel ranks, which all know the same, the
-first writes. Not recorded: aborted requests, health checks, and requests for no output, which SGLang sends itself
-before it draws several samples of a prompt. Labels come with a request as ``sampling_params["custom_params"]``:
-``megaflux_group``, ``megaflux_task`` and ``megaflux_weights_version``, without which the server's version is taken.
+first writes. Not recorded: aborted requests, health checks, beam searches, whose beams share rows, and requests for no
+output, which SGLang sends itself before it draws several samples of a prompt. Labels come with a request as
+``sampling_params["custom_params"]``: ``megaflux_group``, ``megaflux_task`` and ``megaflux_weights_version``, without
+which the server's version is taken.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("sglang.megaflux")
 FIRST_RELEASE = (0, 5, 14)
 COPIES_BY_ITSELF = (0, 5, 18)
+TELLS_VERSIONS = (0, 5, 19)
 SAMPLE = re.compile(r"(.+)_[0-9a-f]{32}")
 """How SGLang names one of several samples of a prompt: the request's id and 32 hexadecimal digits."""
 
@@ -49,6 +51,11 @@ KNOWN_ROUTES: dict[str, tuple[tuple[Any, ...], str]] = {
     "disaggregation_mode": (("null",), "the routes of a prompt stay on another server"),
     "enable_hierarchical_cache": (OFF, "a prefix that comes back from the host's memory has no routes"),
     "enable_lmcache": (OFF, "a prefix that comes back from another store has no routes"),
+    "enable_flexkv": (OFF, "a prefix that comes back from another store has no routes"),
+    "enable_unified_cache_external_linker": (OFF, "a prefix that comes back from another store has no routes"),
+    "radix_cache_backend": (OFF, "a prefix that comes back from another store has no routes"),
+    "prefill_only_disable_kv_cache": (OFF, "routes are kept by a token's place in the KV cache"),
+    "enable_decoder_swa_bounded_replay": (OFF, "some layers see the end of a prompt only"),
     "enable_hisparse": (OFF, "the slots of a request are given back while it runs"),
     "moe_a2a_backend": (("none", "deepep", NAME), "SGLang takes the rows of other ranks for a request's own"),
 }
@@ -71,12 +78,11 @@ STATE = SchedulerState()
 
 def hooks() -> tuple[versions.Hook, ...]:
     """The hooks for this release; before 0.5.14 only the one that refuses the option."""
-    turn_on: versions.Hook = ("sglang.srt.server_args.ServerArgs.__post_init__", turn_routes_on, "before")
+    resolve = f"sglang.srt.server_args.ServerArgs.{versions.resolving_method()}"
+    turn_on: versions.Hook = (resolve, turn_routes_on, "before")
     if not is_served_release():
         return (turn_on,)
     components = "sglang.srt.managers.scheduler_components"
-    updater = f"{components}.weight_updater.SchedulerWeightUpdaterManager"
-    sources = ("disk", "tensor", "distributed", "ipc")
     mended = versions.release(versions.engine_version()) >= COPIES_BY_ITSELF
     mend: versions.Hook = ("sglang.srt.state_capturer.base.BaseTopkCapturer.on_forward_end", own_copies, "after")
     return (
@@ -88,8 +94,21 @@ def hooks() -> tuple[versions.Hook, ...]:
             record_finished,
             "around",
         ),
-        *((f"{updater}.update_weights_from_{source}", note_version, "around") for source in sources),
+        *version_hooks(components),
     )
+
+
+def version_hooks(components: str) -> tuple[versions.Hook, ...]:
+    """The hooks that hear of new versions of the weights; from 0.5.19 SGLang's scheduler has one place for them.
+
+    Args:
+        components: dotted path of the scheduler's parts.
+    """
+    if versions.release(versions.engine_version()) >= TELLS_VERSIONS:
+        return (("sglang.srt.managers.scheduler.Scheduler.record_weight_version_change", note_change, "after"),)
+    updater = f"{components}.weight_updater.SchedulerWeightUpdaterManager"
+    sources = ("disk", "tensor", "distributed", "ipc")
+    return tuple((f"{updater}.update_weights_from_{source}", note_version, "around") for source in sources)
 
 
 def is_served_release() -> bool:
@@ -109,14 +128,14 @@ def capture_folder(server_args: Any) -> Path | None:
     return megaflux_config(server_args).capture
 
 
-def turn_routes_on(server_args: Any, *args: Any, **kwargs: Any) -> None:
-    """Before ``ServerArgs.__post_init__``, in the launcher.
+def turn_routes_on(record: Any, *args: Any, **kwargs: Any) -> None:
+    """Before SGLang resolves a ``ServerArgs``, in the launcher; one that is resolved stays as it is.
 
     Raises:
         ConfigError: an option that is not allowed.
         UnsupportedError: a release or flag under which routes cannot be trusted or are not given.
     """
-    if capture_folder(server_args) is None:
+    if getattr(record, "_resolution_finished", False) or capture_folder(record) is None:
         return
     if not is_served_release():
         raise UnsupportedError(
@@ -124,8 +143,8 @@ def turn_routes_on(server_args: Any, *args: Any, **kwargs: Any) -> None:
             "it gives routes of every request, asked for or not, in another way",
             f"use {'.'.join(map(str, FIRST_RELEASE))} or later",
         )
-    check_capture(server_args)
-    server_args.enable_return_routed_experts = True
+    check_capture(record)
+    record.enable_return_routed_experts = True
 
 
 def check_capture(server_args: Any) -> None:
@@ -143,10 +162,13 @@ def check_capture(server_args: Any) -> None:
                 f"with the option capture, {reason}",
                 "drop the flag or the option",
             )
-    if getattr(server_args, "enable_dp_attention", False) and server_args.moe_a2a_backend == "none":
+    spreads_attention = (
+        getattr(server_args, "enable_dp_attention", False) or getattr(server_args, "attn_dp_size", 1) > 1
+    )
+    if spreads_attention and server_args.moe_a2a_backend == "none":
         # Of a prompt that runs as a captured graph it takes the rows where the last decode graph had them.
         raise UnsupportedError(
-            "--enable-dp-attention --moe-a2a-backend none",
+            "data-parallel attention (--enable-dp-attention, --attn-dp-size) --moe-a2a-backend none",
             "with the option capture, SGLang takes the rows of other ranks for a request's own",
             f"use --moe-a2a-backend {NAME}, or drop the flag or the option",
         )
@@ -158,7 +180,7 @@ def begin(result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
     Raises:
         UnsupportedError: SGLang does not capture although the option is given, or one of our hooks is not in place.
     """
-    server_args = runner.server_args
+    server_args = versions.resolved(runner.server_args)
     folder = capture_folder(server_args)
     if folder is None:
         return
@@ -222,6 +244,7 @@ def is_rollout(request: Any) -> bool:
 
     return not (
         isinstance(request.finished_reason, FINISH_ABORT)
+        or getattr(request, "beam_group", None) is not None  # from 0.5.19
         or request.sampling_params.max_new_tokens == 0
         or is_health_check_generate_req(request)
     )
@@ -256,6 +279,12 @@ def note_version(original: Callable[..., Any], updater: Any, request: Any, *args
     if result.success and request.weight_version is not None:
         STATE.weights_version = request.weight_version
     return result
+
+
+def note_change(result: None, scheduler: Any, new_version: str | None = None) -> None:
+    """After SGLang's scheduler heard of a version of its weights: later requests finish with it."""
+    if new_version is not None:
+        STATE.weights_version = new_version
 
 
 __all__ = ["capture_folder", "check_capture", "hooks"]

@@ -50,13 +50,18 @@ SERVED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "speculative_algorithm": (OFF, "layers of a draft model are not tested", "drop it"),
     "enable_pdmux": (OFF, "two batches would be computed at once in one workspace", "drop it"),
     "enable_torch_compile": (OFF, "a compiled model around the layer is not tested", "drop it"),
+    "enable_nvidia_megakernel": (OFF, "it computes steps in its own way, experts and all", "drop it"),
+    "enable_amd_monokernel": (OFF, "it computes steps in its own way, experts and all", "drop it"),
     "enable_lora": (OFF, "adapters of routed experts are not computed", "merge the adapter into the checkpoint"),
+    "lora_paths": ((None,), "adapters of routed experts are not computed", "merge the adapter into the checkpoint"),
     "quantization": (OFF, f"experts are computed in {' or '.join(DTYPES)}", "serve a checkpoint that is not quantized"),
     "kt_weight_path": (OFF, "experts on the CPU are not served", "drop it"),
     "cpu_offload_gb": ((0,), "expert weights have to stay where peers can read them", "drop it"),
     "offload_group_size": ((-1,), "expert weights have to stay where peers can read them", "drop it"),
+    "enable_paged_experts": (OFF, "expert weights have to stay where peers can read them", "drop it"),
     "enable_memory_saver": (OFF, "expert weights have to stay where peers can read them", "drop it"),
     "weight_cache_mode": (("off",), "expert weights would be shared with another process", "drop it"),
+    "startup_weight_load_mode": (("serial",), "weights would be written after replicas were made of them", "drop it"),
     "model_impl": (("auto", "sglang"), "other implementations bring experts of their own", "drop it"),
 }
 
@@ -146,7 +151,8 @@ def check_layer(layer: Any) -> None:
         f"activation {config.activation}": config.activation != "silu",
         "experts without a gate": not getattr(config, "is_gated", True),
         "a clamped or scaled SwiGLU": any(
-            getattr(config, name, None) is not None for name in ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit")
+            getattr(config, name, None) is not None
+            for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "swiglu_limit")
         ),
         "expert biases": layer.quant_method.with_bias,
         f"dtype {layer.w13_weight.dtype}": str(layer.w13_weight.dtype).removeprefix("torch.") not in DTYPES,
@@ -165,8 +171,7 @@ def check_layer(layer: Any) -> None:
 
 def hooks() -> tuple[versions.Hook, ...]:
     """The hook, where this release resolves arguments."""
-    method = "resolve_once" if versions.keeps_raw_arguments() else "__post_init__"
-    return ((f"sglang.srt.server_args.ServerArgs.{method}", check_server_args, "after"),)
+    return ((f"sglang.srt.server_args.ServerArgs.{versions.resolving_method()}", check_server_args, "after"),)
 
 
 __all__ = ["ARCHITECTURES", "check_arguments", "check_layer", "check_model", "check_server_args", "hooks"]

@@ -18,6 +18,7 @@ from megaflux_serve.executors.automatic import automatic_executor, require_megak
 from megaflux_serve.executors.limits import check_options, layer_shape
 from megaflux_serve.planning.calibration import costs_here
 from megaflux_serve.planning.gate import GateCosts
+from megaflux_sglang.versions import num_attention_groups
 
 LOGGER = logging.getLogger("sglang.megaflux")
 MAX_RUNNING_REQUESTS = 4096
@@ -62,8 +63,7 @@ def rows_a_rank(server_args: Any) -> int:
     if prompts < 0:
         prompts = max(server_args.max_prefill_tokens, server_args.get_model_config().context_len)
     requests = server_args.max_running_requests or MAX_RUNNING_REQUESTS
-    num_attention_groups = server_args.dp_size if server_args.enable_dp_attention else 1
-    return -(-max(prompts, requests) * num_attention_groups // server_args.tp_size)
+    return -(-max(prompts, requests) * num_attention_groups(server_args) // server_args.tp_size)
 
 
 def gate_costs(server_args: Any) -> GateCosts:

@@ -37,7 +37,7 @@ def worker_meter(
 
 
 def name_folder(result: None, server_args: Any, *args: Any, **kwargs: Any) -> None:
-    """After ``ServerArgs.__post_init__``, in the launcher."""
+    """After the launcher has a ``ServerArgs``."""
     from megaflux_serve.metrics import snapshot
 
     asked = server_args.enable_metrics and server_args.moe_a2a_backend == backend.NAME
@@ -55,9 +55,12 @@ def show_layers(app: Any) -> None:
     registries.show_layers()
 
 
-HOOKS: tuple[versions.Hook, ...] = (
-    ("sglang.srt.server_args.ServerArgs.__post_init__", name_folder, "after"),
-    ("sglang.srt.utils.common.add_prometheus_middleware", show_layers, "before"),
-)
+def hooks() -> tuple[versions.Hook, ...]:
+    """The hooks, where this release resolves arguments."""
+    return (
+        (f"sglang.srt.server_args.ServerArgs.{versions.resolving_method()}", name_folder, "after"),
+        ("sglang.srt.utils.common.add_prometheus_middleware", show_layers, "before"),
+    )
 
-__all__ = ["HOOKS", "name_folder", "show_layers", "worker_meter"]
+
+__all__ = ["hooks", "name_folder", "show_layers", "worker_meter"]

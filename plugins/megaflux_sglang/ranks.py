@@ -42,11 +42,12 @@ def rank_context(server_args: Any, device: torch.device) -> RankContext:
 
     group = get_moe_ep_group()
     if group not in _contexts:
-        given = megaflux_config(server_args)
+        arguments = resolved(server_args)
+        given = megaflux_config(arguments)
         with named_as_written():
-            options = settle(resolved(server_args), given)
+            options = settle(arguments, given)
             executor = select_executor(options, group.world_size, group.device_group, device)
-        meter = worker_meter(options, executor, group.rank_in_group, server_args)
+        meter = worker_meter(options, executor, group.rank_in_group, arguments)
         _contexts[group] = RankContext.of(options, executor, group.rank_in_group, meter, LOGGER)
     return _contexts[group]
 

@@ -15,8 +15,9 @@ from megaflux_serve.errors import UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FIRST, BEFORE = (0, 5, 11), (0, 5, 20)
-TESTED = "0.5.17 with servers, 0.5.11 to 0.5.19 without"
+FIRST, BEFORE = (0, 5, 11), (0, 5, 24)
+RANGE = "0.5.11 to 0.5.23"
+TESTED = f"0.5.17, 0.5.19 and 0.5.23 with servers, {RANGE} without"
 
 Hook = tuple[str, "Callable[..., Any]", str]
 """Dotted path of a function in SGLang, what to do there, and ``before``, ``after`` or ``around``."""
@@ -45,7 +46,7 @@ def refusal(version: str) -> UnsupportedError:
     return UnsupportedError(
         f"the megaflux backend on SGLang {version}",
         "its layer interface has not been tested",
-        f"use a release from 0.5.11 to 0.5.19 (tested: {TESTED})",
+        f"use a release from {RANGE} (tested: {TESTED})",
     )
 
 
@@ -125,19 +126,36 @@ class Arguments:
 
     def get_model_config(self) -> Any:
         """SGLang's configuration of the model; before 0.5.19 a method of the record."""
-        from sglang.srt.configs.model_config import ModelConfig
+        from sglang.srt.arg_groups.model_override_base import model_config_of
 
-        return ModelConfig.from_server_args(self._record)
+        return model_config_of(self._record)
 
 
-def keeps_raw_arguments() -> bool:
-    """Whether this release resolves arguments in an act of its own, ``ServerArgs.resolve_once``."""
-    return release(engine_version()) >= (0, 5, 19)
+def resolving_method() -> str:
+    """Name of the method of ``ServerArgs`` before and after which the launcher's arguments are looked at.
+
+    From 0.5.19 resolving them is an act of its own, and from 0.5.20 a method that replaces ``__post_init__`` is never
+    called.
+    """
+    return "resolve_once" if release(engine_version()) >= (0, 5, 19) else "__post_init__"
 
 
 def resolved(record: Any) -> Any:
     """The arguments of a ``ServerArgs`` as they count."""
-    return Arguments(record) if keeps_raw_arguments() else record
+    return Arguments(record) if resolving_method() == "resolve_once" else record
+
+
+def num_attention_groups(server_args: Any) -> int:
+    """Groups of ranks that each bring requests of their own, 1 without data-parallel attention.
+
+    From 0.5.22 a flag gives their number, which two older flags only lead to.
+
+    Args:
+        server_args: as SGLang has resolved them.
+    """
+    if hasattr(server_args, "attn_dp_size"):
+        return int(server_args.attn_dp_size)
+    return int(server_args.dp_size) if server_args.enable_dp_attention else 1
 
 
 __all__ = [
@@ -147,10 +165,11 @@ __all__ = [
     "engine_version",
     "hook",
     "is_supported",
-    "keeps_raw_arguments",
     "missing_hooks",
+    "num_attention_groups",
     "refusal",
     "release",
     "resolved",
+    "resolving_method",
     "server_args",
 ]

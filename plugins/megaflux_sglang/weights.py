@@ -1,7 +1,8 @@
 """When SGLang changes weights: every way of updating them makes replicas stale.
 
-Decides where updates are noticed: around the four ways in which a scheduler changes its model's weights, whatever
-loaders write them. SGLang calls them on every rank, between two batches.
+Decides where updates are noticed: around every way in which a scheduler changes its model's weights, whatever loaders
+write them. SGLang calls them on every rank, between two batches. From 0.5.21 updates belong to a session, in which
+others may also write into the parameters without asking SGLang to: its end is one of the ways.
 """
 
 from __future__ import annotations
@@ -13,6 +14,12 @@ from typing import Any
 from megaflux_sglang import versions
 
 METHODS = tuple(f"update_weights_from_{source}" for source in ("disk", "tensor", "distributed", "ipc"))
+SESSION_METHODS = (
+    *(f"update_weights_from_{source}" for source in ("disk", "tensor", "ipc")),
+    "load_weights_from_distributed",
+    "end_weight_update",
+)
+"""From 0.5.21, where what is received from other processes is loaded apart."""
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 RUNNER = "sglang.srt.model_executor.model_runner"
 
@@ -30,9 +37,10 @@ def forget_replicas(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def hooks() -> tuple[versions.Hook, ...]:
     """The hooks, where this release keeps the methods."""
-    is_apart = versions.release(versions.engine_version()) >= (0, 5, 16)
-    owner = f"{UPDATER}.WeightUpdater" if is_apart else f"{RUNNER}.ModelRunner"
-    return tuple((f"{owner}.{method}", forget_replicas, "around") for method in METHODS)
+    release = versions.release(versions.engine_version())
+    owner = f"{UPDATER}.WeightUpdater" if release >= (0, 5, 16) else f"{RUNNER}.ModelRunner"
+    methods = SESSION_METHODS if release >= (0, 5, 21) else METHODS
+    return tuple((f"{owner}.{method}", forget_replicas, "around") for method in methods)
 
 
-__all__ = ["METHODS", "hooks"]
+__all__ = ["METHODS", "SESSION_METHODS", "hooks"]

@@ -59,6 +59,16 @@ CONTRACT = {
     "sglang.srt.model_executor.cuda_graph_config.CudaGraphConfig": ("decode", "prefill"),
 }
 
+FIRST_WITH: dict[str, tuple[int, int, int]] = {
+    "startup_weight_load_mode": (0, 5, 18),
+    "enable_unified_cache_external_linker": (0, 5, 20),
+    "enable_decoder_swa_bounded_replay": (0, 5, 21),
+    "enable_nvidia_megakernel": (0, 5, 23),
+    "enable_amd_monokernel": (0, 5, 23),
+    "enable_paged_experts": (0, 5, 23),
+}
+"""Flags that the plugin looks at and that SGLang 0.5.17 has not."""
+
 
 class HookType(Enum):
     """Kinds of hooks."""

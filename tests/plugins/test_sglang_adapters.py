@@ -6,7 +6,6 @@ flags and hooks are the real ones, and the stand-in's contract is held against t
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import logging
@@ -113,11 +112,11 @@ def test_a_hook_that_another_plugin_wrapped_is_still_in_place(monkeypatch: pytes
 
 @pytest.mark.parametrize(
     ("version", "supported"),
-    [("0.5.10.post1", False), ("0.5.11", True), ("0.5.15.post1", True), ("0.5.19", True), ("0.5.20", False)],
+    [("0.5.10.post1", False), ("0.5.11", True), ("0.5.15.post1", True), ("0.5.23", True), ("0.5.24", False)],
 )
 def test_releases_outside_the_tested_range_do_not_get_the_backend(version: str, supported: bool) -> None:
     assert versions.is_supported(version) is supported
-    assert "use a release from 0.5.11 to 0.5.19" in str(versions.refusal(version))
+    assert "use a release from 0.5.11 to 0.5.23" in str(versions.refusal(version))
 
 
 def test_a_release_that_is_not_supported_is_left_alone_with_a_warning(
@@ -189,6 +188,7 @@ def model(**changes: Any) -> Any:
 
 def server_args(served: Any = None, **changes: Any) -> Any:
     """Arguments of a server that is not refused, with changes."""
+    configuration = served or model()
     values = {
         "moe_a2a_backend": "megaflux",
         "moe_runner_backend": "megaflux",
@@ -206,9 +206,20 @@ def server_args(served: Any = None, **changes: Any) -> Any:
         "gpu_id_step": 1,
         "served_model_name": "tiny",
         "enable_metrics": False,
-        "get_model_config": lambda: served or model(),
+        "get_model_config": lambda: configuration,
+        "_model_config": configuration,  # where SGLang looks first, from 0.5.19
     }
     return SimpleNamespace(**(values | changes))
+
+
+def resolved_arguments(**fields: Any) -> Any:
+    """SGLang's own arguments as its launcher resolves them."""
+    from sglang.srt.server_args import ServerArgs
+
+    record = ServerArgs(model_path=str(TINY_MOE), device="cpu", **fields)
+    if versions.resolving_method() == "resolve_once":
+        record.resolve_once()
+    return versions.resolved(record)
 
 
 def test_a_server_with_both_flags_and_a_known_model_is_served() -> None:
@@ -230,6 +241,11 @@ def test_a_server_with_both_flags_and_a_known_model_is_served() -> None:
         ({"pp_size": 2}, "--pp-size 2"),
         ({"quantization": "fp8"}, "--quantization fp8"),
         ({"enable_lora": True}, "--enable-lora"),
+        ({"lora_paths": ["adapter"]}, "--lora-paths"),
+        ({"enable_nvidia_megakernel": True}, "--enable-nvidia-megakernel"),
+        ({"enable_amd_monokernel": True}, "--enable-amd-monokernel"),
+        ({"enable_paged_experts": True}, "--enable-paged-experts"),
+        ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode overlap"),
         ({"enable_memory_saver": True}, "--enable-memory-saver"),
         ({"enable_pdmux": True}, "--enable-pdmux: with .* two batches would be computed at once"),
         ({"enable_torch_compile": True}, "--enable-torch-compile"),
@@ -353,10 +369,13 @@ def test_every_flag_that_is_checked_is_one_of_sglangs_and_served_by_default() ->
         pytest.skip("earlier releases have not all of the flags")
     from sglang.srt.server_args import ServerArgs
 
-    defaults = {field.name: field.default for field in dataclasses.fields(ServerArgs)}
+    defaults = {name: field.default for name, field in inspect.signature(ServerArgs).parameters.items()}
     tables = (checks.SERVED_ARGUMENTS, capture.KNOWN_ROUTES)
     for field, (served, *_) in (entry for table in tables for entry in table.items()):
-        assert defaults[field] in served, field
+        if versions.release(versions.engine_version()) < stand_in.FIRST_WITH.get(field, (0, 5, 17)):
+            assert field not in defaults
+        else:
+            assert defaults[field] in served, field
     assert {"base_gpu_id", "gpu_id_step", "nnodes", "cuda_graph_config"} <= set(defaults)
 
 
@@ -371,27 +390,62 @@ def test_every_flag_that_is_checked_is_one_of_sglangs_and_served_by_default() ->
     ],
 )
 def test_sglangs_flags_decide_whether_graphs_are_captured(flags: dict[str, Any], captured: bool) -> None:
-    from sglang.srt.server_args import ServerArgs
-
-    args = ServerArgs(model_path=str(TINY_MOE), device="cpu", attention_backend="triton", **flags)
+    args = resolved_arguments(attention_backend="triton", **flags)
     given = SimpleNamespace(device="cuda", cuda_graph_config=args.cuda_graph_config)
     assert choice.uses_graphs(given) is captured
 
 
+OURS: dict[str, Any] = {"moe_a2a_backend": "megaflux", "moe_runner_backend": "megaflux", "tp_size": 2, "ep_size": 2}
+ON_CPU: dict[str, Any] = {"dtype": "float32", "attention_backend": "torch_native", "disable_cuda_graph": True}
+
+
 @on_sglang
 def test_sglang_itself_refuses_through_the_hook() -> None:
-    from sglang.srt.server_args import ServerArgs
-
-    common: dict[str, Any] = {"model_path": str(TINY_MOE), "device": "cpu", "dtype": "float32"}
-    ours: dict[str, Any] = {"moe_a2a_backend": "megaflux", "moe_runner_backend": "megaflux", "tp_size": 2, "ep_size": 2}
-    common |= {"attention_backend": "torch_native", "disable_cuda_graph": True}
-    ServerArgs(**common, **ours)
+    resolved_arguments(**ON_CPU, **OURS)
     with pytest.raises(UnsupportedError, match="--enable-two-batch-overlap"):
-        ServerArgs(**common, **ours, enable_two_batch_overlap=True)
+        resolved_arguments(**ON_CPU, **OURS, enable_two_batch_overlap=True)
+    with pytest.raises(UnsupportedError, match="--lora-paths"):  # turns adapters on when arguments are resolved
+        resolved_arguments(**ON_CPU, **OURS, lora_paths=["adapter=folder"])
     with pytest.raises(ConfigError, match="--ep-size = 1"):
-        ServerArgs(**common, **(ours | {"ep_size": 1}))
+        resolved_arguments(**ON_CPU, **(OURS | {"ep_size": 1}))
     with pytest.raises(ConfigError, match="replica_slots = 99"):
-        ServerArgs(**common, **ours, json_model_override_args=json.dumps({"megaflux": {"replica_slots": 99}}))
+        resolved_arguments(**ON_CPU, **OURS, json_model_override_args=json.dumps({"megaflux": {"replica_slots": 99}}))
+
+
+@on_sglang
+def test_the_launcher_turns_routes_on_and_names_a_folder_for_metrics(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    named: list[bool] = []
+    monkeypatch.setattr(snapshot, "name_folder", lambda: named.append(True))
+    assert not resolved_arguments(**ON_CPU, **OURS).enable_return_routed_experts
+    assert named == []
+    option = json.dumps({"megaflux": {"capture": str(tmp_path)}})
+    args = resolved_arguments(**ON_CPU, **OURS, enable_metrics=True, json_model_override_args=option)
+    assert args.enable_return_routed_experts
+    assert named == [True]
+
+
+@on_sglang
+def test_rows_of_a_rank_are_those_of_its_attention_group() -> None:
+    common = ON_CPU | OURS | {"chunked_prefill_size": 8192, "max_running_requests": 16}
+    ways: list[dict[str, Any]] = [{"dp_size": 2, "enable_dp_attention": True}]
+    if versions.release(versions.engine_version()) >= (0, 5, 22):
+        ways.append({"attn_dp_size": 2})
+    for way in ways:
+        args = resolved_arguments(**common, **way)
+        assert (args.chunked_prefill_size, choice.rows_a_rank(args)) == (4096, 4096)
+    assert choice.rows_a_rank(resolved_arguments(**common)) == 4096  # one group's, scattered over two ranks
+
+
+@on_sglang
+def test_every_way_in_which_this_sglang_writes_weights_is_hooked() -> None:
+    if versions.release(versions.engine_version()) < (0, 5, 16):
+        pytest.skip("earlier releases have no class for them")
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    ways = {name for name in vars(WeightUpdater) if name.startswith(("update_weights_", "load_weights_", "end_weight"))}
+    assert ways == {target.rpartition(".")[2] for target, *_ in weights.hooks()}
 
 
 # ---- the layer, on the stand-in --------------------------------------------------------------------------------------

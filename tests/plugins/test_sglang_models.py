@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,10 +85,18 @@ def main(other: Path, said: Path) -> None:
         sampling = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
         return [answer["output_ids"] for answer in engine.generate(PROMPTS, sampling)]
 
+    def do(update: Callable[..., tuple[bool, str]], *arguments: Any) -> None:
+        is_done, why = update(*arguments)
+        if not is_done:
+            raise RuntimeError(why)
+
     before = tokens()
-    is_done, why = engine.update_weights_from_tensor(list(load_file(other / "model.safetensors").items()))
-    if not is_done:
-        raise RuntimeError(why)
+    has_sessions = hasattr(engine, "begin_weight_update")  # from 0.5.21
+    if has_sessions:
+        do(engine.begin_weight_update)
+    do(engine.update_weights_from_tensor, list(load_file(other / "model.safetensors").items()))
+    if has_sessions:
+        do(engine.end_weight_update)
     said.write_text(json.dumps([before, tokens()]))
     engine.shutdown()
 

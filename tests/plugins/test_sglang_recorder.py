@@ -21,6 +21,7 @@ from megaflux_sglang import capture, versions
 from megaflux_serve.capture import ReplayStore
 from megaflux_serve.errors import ConfigError, UnsupportedError
 from tests.oracles.replay_routes import random_routes
+from tests.plugins.sglang_stand_in import FIRST_WITH
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # what SGLang says when it is imported on a CPU
 
@@ -121,10 +122,11 @@ def test_labels_of_the_request_come_before_our_own_and_embeddings_have_no_tokens
     assert (record.group, record.task, record.weights_version, record.token_ids) == ("g", "math", "8", None)
 
 
-@pytest.mark.parametrize("which", ["aborted", "for no output", "a health check", "without the option"])
+@pytest.mark.parametrize("which", ["aborted", "a beam search", "for no output", "a health check", "without the option"])
 def test_what_is_no_rollout_gets_no_record_and_goes_its_own_way(which: str, folder: Path) -> None:
     changes: dict[str, dict[str, Any]] = {
         "aborted": {"finished_reason": abort_reason()},
+        "a beam search": {"beam_group": object()},
         "for no output": {"sampling_params": SimpleNamespace(max_new_tokens=0, custom_params=None)},
         "a health check": {"rid": "HEALTH_CHECK_1"},
         "without the option": {},
@@ -144,6 +146,14 @@ def test_an_update_that_names_a_version_and_succeeds_sets_the_version_of_later_r
         update = SimpleNamespace(weight_version=named)
         assert capture.note_version(lambda updater, request, answer=answer: answer, None, update) is answer
         assert wanted == capture.STATE.weights_version
+
+
+def test_later_records_have_the_version_that_the_scheduler_heard_of() -> None:
+    capture.STATE.weights_version = "1"
+    capture.note_change(None, "scheduler", new_version=None)
+    assert capture.STATE.weights_version == "1"
+    capture.note_change(None, "scheduler", new_version="2")
+    assert capture.STATE.weights_version == "2"
 
 
 def test_routes_in_a_buffer_that_is_written_again_are_copied_where_sglang_does_not(
@@ -188,6 +198,11 @@ def test_the_option_turns_routes_on_with_any_backend_and_is_absent_by_default(mo
         ("enable_two_batch_overlap", True),
         ("disaggregation_mode", "prefill"),
         ("enable_hierarchical_cache", True),
+        ("enable_flexkv", True),
+        ("radix_cache_backend", "other"),
+        ("enable_unified_cache_external_linker", True),
+        ("enable_decoder_swa_bounded_replay", True),
+        ("prefill_only_disable_kv_cache", True),
         ("moe_a2a_backend", "mooncake"),
     ],
 )
@@ -201,6 +216,14 @@ def test_data_parallel_attention_needs_a_backend_that_leaves_each_rank_its_rows(
         capture.check_capture(server_args(enable_dp_attention=True, moe_a2a_backend=backend))
     with pytest.raises(UnsupportedError, match="--enable-dp-attention"):
         capture.check_capture(server_args(enable_dp_attention=True, moe_a2a_backend="none"))
+    with pytest.raises(UnsupportedError, match="--attn-dp-size"):
+        capture.check_capture(server_args(attn_dp_size=2, moe_a2a_backend="none"))
+
+
+def test_arguments_that_sglang_has_resolved_are_left_as_they_are() -> None:
+    args = server_args({"capture": "replay"}, _resolution_finished=True)
+    capture.turn_routes_on(args)
+    assert not hasattr(args, "enable_return_routed_experts")
 
 
 @pytest.mark.skipif(not REAL, reason="SGLang is not installed")
@@ -208,7 +231,8 @@ def test_flags_that_are_refused_are_flags_of_this_sglang() -> None:
     from sglang.srt.server_args import ServerArgs
 
     fields = {name for name in capture.KNOWN_ROUTES if hasattr(ServerArgs, name) or name in ServerArgs.__annotations__}
-    assert fields == set(capture.KNOWN_ROUTES)
+    release = versions.release(versions.engine_version())
+    assert fields == {name for name in capture.KNOWN_ROUTES if release >= FIRST_WITH.get(name, (0, 5, 14))}
 
 
 def test_a_release_that_gives_routes_in_another_way_is_refused_with_the_option_only(

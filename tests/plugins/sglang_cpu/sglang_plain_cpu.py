@@ -1,4 +1,4 @@
-"""SGLang on any CPU: plain PyTorch, gloo between ranks. For tests and demonstrations, on SGLang 0.5.17.
+"""SGLang on any CPU: plain PyTorch, gloo between ranks. For tests and demonstrations, on SGLang 0.5.17 to 0.5.23.
 
 SGLang's own CPU backend needs AMX and kernels that its package for GPUs does not bring. ``SGLANG_PLATFORM=plain_cpu``
 chooses this one instead; without the variable, nothing here does anything. Knows nothing of MegaFlux: stock servers and
@@ -27,6 +27,9 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     without_pinned_memory()
+    HookRegistry.register(
+        "sglang.srt.mem_cache.pool_host.common._cuda_host_register", lambda *args: None, HookType.REPLACE
+    )
     group = "sglang.srt.distributed.parallel_state"
     HookRegistry.register(f"{group}.init_model_parallel_group", without_nccl, HookType.BEFORE)
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
