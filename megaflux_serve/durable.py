@@ -5,10 +5,12 @@ Decides the order of writing, flushing and renaming. Knows nothing of what is wr
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -19,7 +21,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         path: replaced if it exists; parent folders are created.
         data: the content.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     file, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         try:
@@ -30,7 +32,7 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.close(file)
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        Path(temporary).unlink(missing_ok=True)  # an interrupt may come right behind the renaming
         raise
     sync_folder(path.parent)
 
@@ -43,7 +45,7 @@ def publish_folder(folder: Path, files: Mapping[str, bytes], prefix: str | None 
         files: content by file name.
         prefix: how the temporary name begins; default: a dot and the folder's name.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.parent)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=prefix or f".{folder.name}."))
     try:
         for name, data in files.items():
@@ -54,9 +56,28 @@ def publish_folder(folder: Path, files: Mapping[str, bytes], prefix: str | None 
         sync_folder(temporary)
         temporary.rename(folder)
     except BaseException:
-        shutil.rmtree(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)  # the error that counts is the first
         raise
     sync_folder(folder.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents where they are missing, and flush their names to the disk."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the exclusive lock of an empty file, which is made; a killed process lets go of it."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
 
 
 def write_all(file: int, data: bytes) -> None:
@@ -75,4 +96,4 @@ def sync_folder(folder: Path) -> None:
         os.close(file)
 
 
-__all__ = ["publish_folder", "sync_folder", "write_all", "write_atomically"]
+__all__ = ["locked", "make_folder", "publish_folder", "sync_folder", "write_all", "write_atomically"]

@@ -44,6 +44,8 @@ from megaflux_serve.durable import write_atomically
 from megaflux_serve.errors import ConfigError, InputError
 
 EXPORTS = ("verl", "slime", "miles", "router-replay", "router-trace")
+FIELDS = ("id", *LABELS, "prompt_tokens", "output_tokens")
+"""Of a record, beside its routes."""
 IMPORTS = ("verl", "slime", "miles", "router-trace", "npy")
 
 
@@ -99,7 +101,7 @@ def import_records(
             raise ConfigError(
                 "prompt_tokens", prompt_tokens, f"the prompt length, 1 or more, which {path} does not say"
             )
-        output = len(routes) + 1 - prompt
+        output = int(found.pop("output_tokens", len(routes) + 1 - prompt))
         yield ReplayRecord.of(id, routes, model, prompt_tokens=prompt, output_tokens=output, **(labels | found))
 
 
@@ -115,8 +117,7 @@ def _arrays(records: Sequence[ReplayRecord], form: str) -> dict[str, NDArray[Any
 
 
 def _labels(records: Sequence[ReplayRecord]) -> dict[str, NDArray[Any]]:
-    names = ("id", *LABELS, "prompt_tokens", "output_tokens")
-    return {_column(name): np.array([getattr(record, name) for record in records]) for name in names}
+    return {_column(name): np.array([getattr(record, name) for record in records]) for name in FIELDS}
 
 
 def _column(name: str) -> str:
@@ -134,13 +135,26 @@ def _requests(path: Path, form: str, model: ModelShape) -> Iterator[tuple[str, N
             yield f"{path.stem}-{step}", routes, {}
     else:
         arrays = _load(path)
-        parts = from_verl(arrays) if form == "verl" else _slices(arrays, path)
+        parts = list(from_verl(arrays) if form == "verl" else _slices(arrays, path))
+        columns = _columns(arrays, len(parts), path)
         for i, routes in enumerate(parts):
-            found = {name: arrays[_column(name)][i] for name in LABELS if _column(name) in arrays}
-            known: dict[str, Any] = {name: str(value) for name, value in found.items()}
-            if "prompt_tokens" in arrays:
-                known["prompt_tokens"] = arrays["prompt_tokens"][i]
-            yield str(arrays["ids"][i]) if "ids" in arrays else f"{path.stem}-{i}", routes, known
+            known = {name: values[i] for name, values in columns.items()}
+            yield known.pop("id", f"{path.stem}-{i}"), routes, known
+
+
+def _columns(arrays: dict[str, NDArray[Any]], num_records: int, path: Path) -> dict[str, list[Any]]:
+    """The fields that a file has, each with a value for every record."""
+    columns = {}
+    for name in FIELDS:
+        array = arrays.get(_column(name))
+        if array is None:
+            continue
+        kind, kinds, allowed = (int, "iu", "integers") if name.endswith("tokens") else (str, "iuU", "texts")
+        if array.shape != (num_records,) or array.dtype.kind not in kinds:
+            problem = f"has {_column(name)} {array.dtype} {list(array.shape)}"
+            raise InputError(str(path), problem, f"{allowed} [{num_records}], one a record")
+        columns[name] = [kind(value) for value in array]
+    return columns
 
 
 def _slices(arrays: dict[str, NDArray[Any]], path: Path) -> Iterator[NDArray[Any]]:
@@ -150,6 +164,7 @@ def _slices(arrays: dict[str, NDArray[Any]], path: Path) -> Iterator[NDArray[Any
     routes, offsets = arrays["rollout_routed_experts"], arrays["offsets"]
     if (
         offsets.ndim != 1
+        or offsets.dtype.kind not in "iu"
         or not offsets.size
         or offsets[0] != 0
         or offsets[-1] != len(routes)
@@ -161,10 +176,11 @@ def _slices(arrays: dict[str, NDArray[Any]], path: Path) -> Iterator[NDArray[Any
 
 
 def _load(path: Path) -> dict[str, NDArray[Any]]:
+    data = io.BytesIO(_read(path))
     try:
-        with np.load(io.BytesIO(_read(path)), allow_pickle=False) as arrays:
+        with np.load(data, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
-    except (ValueError, OSError, EOFError, AttributeError) as error:
+    except Exception as error:  # numpy, zipfile and zlib have a dozen kinds for damaged bytes
         raise InputError(str(path), f"cannot be read ({error})", "an .npz file without pickled objects") from error
 
 

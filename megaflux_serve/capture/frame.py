@@ -13,7 +13,6 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -47,7 +46,6 @@ class Entry:
         num_valid: rows that hold routes.
         checksum: CRC-32 of the record's uncompressed arrays; equal for equal content whoever wrote it.
         counts_at, body_at: offsets of counts and body in the file.
-        crc_body: CRC-32 of the body.
     """
 
     shard: str
@@ -65,7 +63,6 @@ class Entry:
     checksum: int
     counts_at: int
     body_at: int
-    crc_body: int
 
     @property
     def end(self) -> int:
@@ -104,7 +101,7 @@ class Damage:
 
 def encode(record: ReplayRecord) -> list[bytes]:
     """The frame of a record, in pieces to write one after the other; joining them would take as long as compressing."""
-    raw = _sections(record)
+    raw = record.sections
     body = {name: ZSTD.compress(array, asbytes=True) if array.size else b"" for name, array in raw.items()}
     description = {
         "id": record.id,
@@ -112,7 +109,7 @@ def encode(record: ReplayRecord) -> list[bytes]:
         "prompt_tokens": record.prompt_tokens,
         "output_tokens": record.output_tokens,
         "num_valid": record.num_valid,
-        "checksum": checksum(record),
+        "checksum": record.checksum,
         "sections": {name: len(data) for name, data in body.items()},
     }
     text = json.dumps(description, separators=(",", ":")).encode()
@@ -123,11 +120,6 @@ def encode(record: ReplayRecord) -> list[bytes]:
     return [b"".join((header, struct.pack("<I", zlib.crc32(header)), text, counts)), *body.values()]
 
 
-def checksum(record: ReplayRecord) -> int:
-    """CRC-32 of routes, validity bits and token ids, uncompressed, one after the other."""
-    return _crc32(_sections(record).values())
-
-
 def decode(frame: bytes, model: ModelShape, shard: str, offset: int) -> ReplayRecord:
     """The record of a whole frame.
 
@@ -135,14 +127,14 @@ def decode(frame: bytes, model: ModelShape, shard: str, offset: int) -> ReplayRe
         InputError: naming shard, offset and what is damaged.
     """
     source = f"{shard}, byte {offset}"
-    header = _header(frame)
+    header = _header(frame[: HEADER.size], shard)
     if header is None:
         raise InputError(source, "the header is damaged", "an undamaged frame")
-    text_bytes, counts_bytes, _, crc_index, crc_body = header
-    index, body = frame[HEADER.size :][: text_bytes + counts_bytes], frame[HEADER.size + text_bytes + counts_bytes :]
-    if zlib.crc32(index) != crc_index or zlib.crc32(body) != crc_body:
+    if not is_sound(frame, shard):
         raise InputError(source, "the checksum does not match", "an undamaged frame")
-    description = json.loads(index[:text_bytes])
+    text_bytes, counts_bytes = header[:2]
+    description = json.loads(frame[HEADER.size : HEADER.size + text_bytes])
+    body = memoryview(frame)[HEADER.size + text_bytes + counts_bytes :]
     prompt, output = description["prompt_tokens"], description["output_tokens"]
     num_rows, sizes = prompt + output - 1, description["sections"]
     shape = (num_rows, *model.row_shape)
@@ -166,9 +158,19 @@ def decode(frame: bytes, model: ModelShape, shard: str, offset: int) -> ReplayRe
         np.frombuffer(arrays["token_ids"], dtype="<i4") if arrays["token_ids"] else None,
         **{name: description[name] for name in LABELS},
     )
-    if checksum(record) != description["checksum"]:
+    if record.checksum != description["checksum"]:
         raise InputError(f"{source}, record {record.id!r}", "the checksum does not match", "an undamaged record")
     return record
+
+
+def is_sound(frame: bytes, shard: str) -> bool:
+    """Whether a whole frame matches its checksums; nothing is decompressed."""
+    header = _header(frame[: HEADER.size], shard)
+    if header is None:
+        return False
+    text_bytes, counts_bytes, _, crc_index, crc_body = header
+    data, body_at = memoryview(frame), HEADER.size + text_bytes + counts_bytes
+    return zlib.crc32(data[HEADER.size : body_at]) == crc_index and zlib.crc32(data[body_at:]) == crc_body
 
 
 def decode_counts(data: bytes, model: ModelShape) -> Int32Array:
@@ -182,42 +184,45 @@ def decode_counts(data: bytes, model: ModelShape) -> Int32Array:
 def scan(file: int, shard: str, start: int = 0) -> Iterator[Entry | Damage]:
     """Entries and damages of a shard in order of offset; bodies are not read.
 
+    A writer may append meanwhile, or take a failed write back and put another frame there.
+
     Args:
         file: descriptor to read from.
         shard: name for entries and damages.
         start: offset of a frame.
     """
-    end = os.fstat(file).st_size
-    while start < end:
-        found = _entry(file, shard, start, end)
+    while start < os.fstat(file).st_size:
+        found = _entry(file, shard, start)
         yield found
         start += found.size
 
 
-def _entry(file: int, shard: str, offset: int, end: int) -> Entry | Damage:
+def _entry(file: int, shard: str, offset: int) -> Entry | Damage:
     head = os.pread(file, HEADER.size, offset)
-    header = _header(head)
+    end = os.fstat(file).st_size  # asked behind the header, which may be of a frame that is written just now
+    header = _header(head, shard)
     if header is None:
         if offset + HEADER.size > end and MAGIC.startswith(head[: len(MAGIC)]):
             return Damage(shard, offset, end - offset, "the file ends inside a header", is_tail=True)
-        following = _next_header(file, offset + 1, end)
+        following = _next_header(file, shard, offset + 1, end)
         return Damage(shard, offset, following - offset, "a damaged header")
-    text_bytes, counts_bytes, body_bytes, crc_index, crc_body = header
+    text_bytes, counts_bytes, body_bytes, crc_index, _ = header
     size = HEADER.size + text_bytes + counts_bytes + body_bytes
     index = os.pread(file, text_bytes + counts_bytes, offset + HEADER.size)
     is_sound = len(index) == text_bytes + counts_bytes and zlib.crc32(index) == crc_index
     if not is_sound and offset + size <= end:
+        if os.pread(file, HEADER.size, offset) != head:  # the write had failed, and another frame took its place
+            return _entry(file, shard, offset)
         return Damage(shard, offset, size, "a damaged description", _id_of(index[:text_bytes]))
     if offset + size > end:
         return Damage(shard, offset, end - offset, "the file ends inside a record", _id_of(index[:text_bytes]), True)
     description = json.loads(index[:text_bytes])
     del description["sections"]
     counts_at = offset + HEADER.size + text_bytes
-    places: dict[str, Any] = {"counts_at": counts_at, "body_at": counts_at + counts_bytes, "crc_body": crc_body}
-    return Entry(shard, offset, size, **description, **places)
+    return Entry(shard, offset, size, **description, counts_at=counts_at, body_at=counts_at + counts_bytes)
 
 
-def _header(head: bytes) -> tuple[int, int, int, int, int] | None:
+def _header(head: bytes, shard: str) -> tuple[int, int, int, int, int] | None:
     """Description, counts and body bytes, and the checksums of index and body; None where the header is damaged."""
     if len(head) < HEADER.size:
         return None
@@ -225,17 +230,17 @@ def _header(head: bytes) -> tuple[int, int, int, int, int] | None:
     if (magic, zero) != (MAGIC, 0) or zlib.crc32(head[:HEADER_CRC_AT]) != crc or text > MAX_DESCRIPTION_BYTES:
         return None
     if version != VERSION:
-        raise InputError("shard", f"holds frames of version {version}", f"version {VERSION}")
+        raise InputError(shard, f"holds frames of version {version}", f"version {VERSION}")
     return text, counts, body, crc_index, crc_body
 
 
-def _next_header(file: int, start: int, end: int, chunk: int = 2**20) -> int:
+def _next_header(file: int, shard: str, start: int, end: int, chunk: int = 2**20) -> int:
     """Offset of the next sound header, ``end`` where there is none."""
     while start < end:
         data = os.pread(file, chunk + len(MAGIC) - 1, start)
         at = data.find(MAGIC)
         while at >= 0:
-            if _header(os.pread(file, HEADER.size, start + at)) is not None:
+            if _header(os.pread(file, HEADER.size, start + at), shard) is not None:
                 return start + at
             at = data.find(MAGIC, at + 1)
         start += chunk
@@ -254,18 +259,7 @@ def _id_of(text: bytes) -> str:
     return str(value)
 
 
-def _sections(record: ReplayRecord) -> dict[str, NDArray[Any]]:
-    """Uncompressed arrays by section, contiguous, in the order of the checksum; no token ids, no elements."""
-    tokens = np.empty(0, dtype="<i4") if record.token_ids is None else record.token_ids
-    return {
-        "routes": record.routes,
-        "valid": np.packbits(record.valid),
-        "token_ids": tokens.astype("<i4", copy=False),
-    }
-
-
-def _crc32(pieces: Iterable[Any]) -> int:
-    """CRC-32 of bytes or contiguous arrays, one after the other."""
+def _crc32(pieces: Iterable[bytes]) -> int:
     crc = 0
     for data in pieces:
         crc = zlib.crc32(data, crc)

@@ -81,8 +81,8 @@ def _task_distances(axes: Axes, labels: list[str], distances: Any) -> None:
         text = "-" if np.isnan(distances[i, j]) else f"{distances[i, j]:.2f}"
         axes.text(j, i, text, ha="center", va="center", color="white" if distances[i, j] > middle else "black")
     names = [label or "(none)" for label in labels]
-    axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
-    axes.set_yticks(range(len(names)), names)
+    axes.set_xticks(range(len(names)), names, rotation=30, ha="right", parse_math=False)
+    axes.set_yticks(range(len(names)), names, parse_math=False)
     axes.set_title("root JSD of rank loads between tasks\n(diagonal: two halves of one task)")
 
 

@@ -7,6 +7,8 @@ expert 0, an expert selected twice, ids out of range, layers that the model does
 
 from __future__ import annotations
 
+import operator
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -127,10 +129,8 @@ class ReplayRecord:
         """
         name = f"record {id!r}"
         for field, text in {"id": id, **labels}.items():
-            if len(text.encode()) > MAX_TEXT or (field == "id" and not text):
-                raise InputError(name, f"{field} has {len(text.encode())} bytes", f"{int(field == 'id')} to {MAX_TEXT}")
-        if prompt_tokens < 1 or output_tokens < 0:
-            raise InputError(name, f"{prompt_tokens} prompt and {output_tokens} output tokens", "at least 1 and 0")
+            _check_text(field, text, name)
+        prompt_tokens, output_tokens = _lengths(prompt_tokens, output_tokens, name)
         num_rows = prompt_tokens + output_tokens - 1
         ids = _moe_layers(np.asarray(routes), model, name)
         if len(ids) != num_rows:
@@ -177,6 +177,24 @@ class ReplayRecord:
             )
         return counts
 
+    @property
+    def sections(self) -> dict[str, Any]:
+        """``routes``, ``valid`` and ``token_ids`` as arrays to be stored, contiguous; no token ids, no elements."""
+        tokens = np.empty(0, dtype="<i4") if self.token_ids is None else self.token_ids
+        return {
+            "routes": self.routes,
+            "valid": np.packbits(self.valid),
+            "token_ids": tokens.astype("<i4", copy=False),
+        }
+
+    @cached_property
+    def checksum(self) -> int:
+        """CRC-32 of the sections, one after the other: equal for equal content, whoever wrote or read it."""
+        crc = 0
+        for array in self.sections.values():
+            crc = zlib.crc32(array, crc)
+        return crc
+
     def expert_ids(self, dtype: Any = np.int32, *, all_layers: bool = False, filler: int = -1) -> NDArray[Any]:
         """A copy of the routes in another integer type, [n - 1, layers, k].
 
@@ -199,6 +217,28 @@ class ReplayRecord:
         out[:, layers] = self.routes
         out[~self.valid] = filler
         return out
+
+
+def _check_text(field: str, text: str, name: str) -> None:
+    if not isinstance(text, str):
+        raise InputError(name, f"{field} is {text!r}", "a text")
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InputError(name, f"{field} is {text!r}, which UTF-8 cannot hold", "Unicode text") from error
+    if num_bytes > MAX_TEXT or (field == "id" and not text):
+        raise InputError(name, f"{field} has {num_bytes} bytes", f"{int(field == 'id')} to {MAX_TEXT}")
+
+
+def _lengths(prompt_tokens: int, output_tokens: int, name: str) -> tuple[int, int]:
+    """Prompt and output tokens as Python's integers, whatever integers they were."""
+    try:
+        lengths = operator.index(prompt_tokens), operator.index(output_tokens)
+    except TypeError as error:
+        raise InputError(name, f"{prompt_tokens!r} prompt and {output_tokens!r} output tokens", "integers") from error
+    if lengths[0] < 1 or lengths[1] < 0:
+        raise InputError(name, f"{lengths[0]} prompt and {lengths[1]} output tokens", "at least 1 and 0")
+    return lengths
 
 
 def _moe_layers(routes: NDArray[Any], model: ModelShape, name: str) -> NDArray[Any]:

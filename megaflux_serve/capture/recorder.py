@@ -124,8 +124,11 @@ def shape_of(routes: NDArray[Any], num_experts: int, num_layers: int) -> ModelSh
         num_layers: layers of the model.
 
     Raises:
-        InputError: no layer has routes, or k is 1, where a dense layer looks like one that selects expert 0.
+        InputError: routes of another shape, no layer that has routes, or k is 1, where a dense layer looks like one
+            that selects expert 0.
     """
+    if routes.ndim != 3 or routes.shape[1] != num_layers:
+        raise InputError("routed experts", f"are {list(routes.shape)}", f"[rows, {num_layers} layers, k]")
     moe_layers = tuple(np.flatnonzero(routes.any(axis=(0, 2))).tolist())
     if not moe_layers:
         raise InputError("routed experts", "are 0 in every layer", "routes; the engine captured none on this backend")

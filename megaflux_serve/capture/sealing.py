@@ -6,16 +6,12 @@ the demand that was counted as they finished, so that its time does not grow wit
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
-import json
 import os
 import shutil
-import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -23,79 +19,108 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megaflux_serve.capture import checked_json
 from megaflux_serve.capture.frame import Damage, Entry
 from megaflux_serve.capture.store import ReplayStore
-from megaflux_serve.capture.window import VERSION, SealedWindow, WindowRecord, open_window, read_manifest, window_names
-from megaflux_serve.durable import publish_folder
+from megaflux_serve.capture.window import VERSION, SealedWindow, WindowRecord, manifests, open_window
+from megaflux_serve.durable import locked, publish_folder
 from megaflux_serve.errors import ConfigError, InputError
 
 UNFINISHED = ".sealing-"
 """How the name of a seal that is being written begins; one that stays behind was killed and is removed."""
 NAMED_IN_ERRORS = 5
+MAX_NAME = 255
+"""Longest name of a window, in UTF-8 bytes, as file systems have it."""
 
 
 def seal(
     store: ReplayStore,
     name: str,
     *,
-    ids: Collection[str] | None = None,
+    ids: Iterable[str] | None = None,
     weights_versions: Collection[str] | None = None,
     verify: bool = True,
 ) -> SealedWindow:
     """Seal a window; it is there whole when this returns, whatever happens before.
 
     1. Choose records: those of ``ids``, else every one that no window holds, of ``weights_versions`` where given.
-    2. Read every body and leave out damaged copies of records that have a sound one. 3. Refuse missing and damaged
-    records, two contents under one id, and weights versions that were not asked for. 4. Write demand and list under a
-    temporary name, flush, rename.
+    2. Read them whole and leave out damaged copies of records that have a sound one. 3. Refuse missing and damaged
+    records, two contents under one id, in the window or in it and an earlier one, and weights versions that were not
+    asked for. 4. Write demand and list under a temporary name, flush, rename.
 
     Args:
         store: an open store; writers may go on writing.
         name: of the window, a plain file name that no window has.
         ids: the records to seal; one that another window holds may be sealed again.
         weights_versions: versions that may be in the window; None allows one version, whichever.
-        verify: read every body (2). Without it damage shows when a record is read.
+        verify: read records whole (2). Without it damage shows when a record is read.
 
     Raises:
         ConfigError: the name is taken or no plain file name, or there is nothing to seal.
-        InputError: a refusal of (3), naming records.
+        InputError: a refusal of (3), naming records, or an earlier window is damaged.
     """
-    if not name or name.startswith(".") or "/" in name:
-        raise ConfigError("window", name, "a plain file name that does not begin with a dot")
+    if not _is_plain(name):
+        raise ConfigError(
+            "window", name, f"a plain file name of at most {MAX_NAME} bytes that does not begin with a dot"
+        )
+    wanted = None if ids is None else set(ids)
+    if wanted is not None and not wanted:
+        raise ConfigError("ids", [], "at least one id")
     folder = store.folder / "windows" / name
-    with _seal_lock(store):
+    with locked(store.folder / "seal.lock"):
         if folder.exists():
             raise ConfigError("window", name, "a name that no window has")
         for leftover in folder.parent.glob(f"{UNFINISHED}*"):
             shutil.rmtree(leftover)
         entries, damages = store.scan()
-        earlier = [read_manifest(store, other) for other in window_names(store)]
-        sealed = {record["id"] for manifest in earlier for record in manifest["records"]} if ids is None else set()
-        chosen = _choose(entries, sealed, ids, weights_versions)
-        _refuse_missing(chosen, ids, damages)
+        earlier = manifests(store)
+        if wanted is None:
+            chosen = _of_versions(_pending(entries, earlier), weights_versions)
+        else:
+            chosen = [entry for entry in entries if entry.id in wanted]
+        _refuse_missing(chosen, wanted, damages)
         unique = _unique(_sound(store, chosen) if verify else chosen)
         _refuse_mixed_versions(unique, weights_versions)
-        sequence = 1 + max((manifest["sequence"] for manifest in earlier), default=0)
+        sequence = 1 + max((manifest["sequence"] for manifest in earlier.values()), default=0)
         _write(store, folder, sequence, unique, damages)
     return open_window(store, name)
 
 
-def _choose(
-    entries: Sequence[Entry], sealed: set[str], ids: Collection[str] | None, versions: Collection[str] | None
-) -> list[Entry]:
-    if ids is not None:
-        wanted = set(ids)
-        return [entry for entry in entries if entry.id in wanted]
-    pending = [entry for entry in entries if entry.id not in sealed]
-    return pending if versions is None else [entry for entry in pending if entry.weights_version in set(versions)]
+def _is_plain(name: str) -> bool:
+    try:
+        num_bytes = len(name.encode())
+    except UnicodeEncodeError:
+        return False
+    return 0 < num_bytes <= MAX_NAME and not name.startswith(".") and not set(name) & {"/", "\0"}
 
 
-def _refuse_missing(chosen: Sequence[Entry], ids: Collection[str] | None, damages: Sequence[Damage]) -> None:
+def _pending(entries: Sequence[Entry], earlier: Mapping[str, dict[str, Any]]) -> list[Entry]:
+    """What no earlier window holds; an id that one holds with another content would be lost without a word."""
+    sealed = {
+        record["id"]: (f"window {name!r}, {record['shard']}", WindowRecord(**record))
+        for name, manifest in earlier.items()
+        for record in manifest["records"]
+    }
+    for entry in entries:
+        if entry.id in sealed:
+            _refuse_other_content(*sealed[entry.id], entry)
+    return [entry for entry in entries if entry.id not in sealed]
+
+
+def _of_versions(pending: Sequence[Entry], versions: Collection[str] | None) -> list[Entry]:
+    """Every copy of the records of which one is of the versions; None stands for all versions."""
+    if versions is None:
+        return list(pending)
+    ids = {entry.id for entry in pending if entry.weights_version in set(versions)}
+    return [entry for entry in pending if entry.id in ids]
+
+
+def _refuse_missing(chosen: Sequence[Entry], ids: set[str] | None, damages: Sequence[Damage]) -> None:
     lost = "; ".join(map(str, damages[:NAMED_IN_ERRORS]))
     lost = f"; the store has damage: {lost}" if lost else ""
     if ids is None and not chosen:
         raise ConfigError("window", [], f"at least one record that no window holds{lost}")
-    missing = sorted(set(ids or ()) - {entry.id for entry in chosen})
+    missing = sorted((ids or set()) - {entry.id for entry in chosen})
     if missing:
         raise InputError("ids", f"{_some(missing)} not in the store", f"records of the store{lost}")
 
@@ -105,17 +130,20 @@ def _unique(chosen: Sequence[Entry]) -> list[Entry]:
     by_id: dict[str, Entry] = {}
     for entry in chosen:
         first = by_id.setdefault(entry.id, entry)
-        if _content(first) != _content(entry):
-            raise InputError(
-                f"record {entry.id!r}",
-                f"is in {first.shard}, byte {first.offset}, and with other content in {entry.shard}, "
-                f"byte {entry.offset}",
-                "one content an id",
-            )
+        _refuse_other_content(first.shard, first, entry)
     return [by_id[id] for id in sorted(by_id)]
 
 
-def _content(entry: Entry) -> tuple[Any, ...]:
+def _refuse_other_content(place: str, first: Entry | WindowRecord, entry: Entry) -> None:
+    if _content(first) != _content(entry):
+        raise InputError(
+            f"record {entry.id!r}",
+            f"is in {place}, byte {first.offset}, and with other content in {entry.shard}, byte {entry.offset}",
+            "one content an id",
+        )
+
+
+def _content(entry: Entry | WindowRecord) -> tuple[Any, ...]:
     labels = entry.group, entry.task, entry.weights_version
     return (*labels, entry.prompt_tokens, entry.output_tokens, entry.num_valid, entry.checksum)
 
@@ -130,8 +158,8 @@ def _refuse_mixed_versions(entries: Sequence[Entry], versions: Collection[str] |
 
 
 def _sound(store: ReplayStore, chosen: Sequence[Entry]) -> list[Entry]:
-    """The entries whose body matches its checksum; each id has at least one."""
-    sound = [entry for entry in chosen if zlib.crc32(store.read_body(entry)) == entry.crc_body]
+    """The entries that match their checksums; each id has at least one."""
+    sound = [entry for entry in chosen if store.is_sound(entry)]
     ids = {entry.id for entry in sound}
     damaged = [f"{entry.id!r} in {entry.shard}, byte {entry.offset}" for entry in chosen if entry.id not in ids]
     if damaged:
@@ -155,7 +183,7 @@ def _write(
         "damages": list(map(str, damages)),
         "records": [{name: getattr(entry, name) for name in WindowRecord.__annotations__} for entry in entries],
     }
-    files["window.json"] = (json.dumps(manifest) + "\n").encode()
+    files["window.json"] = checked_json.dumps(manifest)
     for shard in {entry.shard for entry in entries}:
         _sync(store.folder / "shards" / shard)
     publish_folder(folder, files, prefix=UNFINISHED)
@@ -170,17 +198,6 @@ def _npy(array: NDArray[Any]) -> bytes:
 def _sync(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-@contextmanager
-def _seal_lock(store: ReplayStore) -> Iterator[None]:
-    """One seal at a time; a killed process lets go of the lock."""
-    file = os.open(store.folder / "seal.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(file)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -25,9 +25,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from megaflux_serve.capture.frame import Damage, Entry, decode, decode_counts, encode, scan
+from megaflux_serve.capture import checked_json
+from megaflux_serve.capture.frame import Damage, Entry, decode, decode_counts, encode, is_sound, scan
 from megaflux_serve.capture.record import Int32Array, ModelShape, ReplayRecord
-from megaflux_serve.durable import sync_folder, write_all, write_atomically
+from megaflux_serve.durable import locked, make_folder, sync_folder, write_all, write_atomically
 from megaflux_serve.errors import ConfigError, InputError
 
 FORMAT = "megaflux-replay"
@@ -42,6 +43,21 @@ class _ShardIndex:
 
     end: int = 0
     found: list[Entry | Damage] = field(default_factory=list)
+
+    def update(self, file: int, shard: str) -> Damage | None:
+        """Read what is new.
+
+        Returns:
+            The frame that the end of the file cuts off, if nobody writes it any more.
+        """
+        for found in scan(file, shard, self.end):
+            if isinstance(found, Damage) and found.is_tail:
+                # Asked behind the reading, and in this order: a shard without a writer does not change any more.
+                is_final = not is_locked(file) and os.fstat(file).st_size == found.offset + found.size
+                return found if is_final else None
+            self.found.append(found)
+            self.end = found.offset + found.size
+        return None
 
 
 class ReplayStore:
@@ -62,17 +78,20 @@ class ReplayStore:
         """Open a store.
 
         Raises:
-            InputError: the folder is none, or of another version.
+            InputError: the folder is none, damaged, or of another version.
         """
         source = folder / "store.json"
         try:
-            stored = json.loads(source.read_bytes())
+            data = source.read_bytes()
+            stored = json.loads(data)
             found = stored["format"], stored["version"]
             shape = stored["model"] | {"moe_layers": tuple(stored["model"]["moe_layers"])}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(str(source), f"cannot be read ({error})", "a replay store") from error
         if found != (FORMAT, VERSION):
             raise InputError(str(source), f"is {found[0]} version {found[1]}", f"{FORMAT} version {VERSION}")
+        if not checked_json.is_sound(data):
+            raise InputError(str(source), "is damaged: its SHA-256 is not the one it holds", "an undamaged file")
         self.folder, self.model = folder, ModelShape(**shape)
         self._index: dict[str, _ShardIndex] = {}
 
@@ -84,10 +103,12 @@ class ReplayStore:
             ConfigError: the folder is a store of another model.
         """
         for name in ("shards", "windows"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
+            make_folder(folder / name)
         if not (folder / "store.json").exists():
-            description = {"format": FORMAT, "version": VERSION, "model": asdict(model)}
-            write_atomically(folder / "store.json", (json.dumps(description) + "\n").encode())
+            with locked(folder / "seal.lock"):
+                if not (folder / "store.json").exists():
+                    description = {"format": FORMAT, "version": VERSION, "model": asdict(model)}
+                    write_atomically(folder / "store.json", checked_json.dumps(description))
         store = cls(folder)
         if store.model != model:
             raise ConfigError("model", model, f"{store.model}, the shape in {folder / 'store.json'}")
@@ -100,21 +121,18 @@ class ReplayStore:
     def scan(self) -> tuple[list[Entry], list[Damage]]:
         """Every record and every damage, by shard and offset. Bodies are not read, and known bytes not read again.
 
-        A frame that its writer has not ended yet is neither.
+        A frame that its writer has not ended yet is neither. A shard that the disk does not give is a damage, and the
+        rest is read.
         """
         entries: list[Entry] = []
         damages: list[Damage] = []
         for path in sorted((self.folder / "shards").glob("*.shard")):
             index = self._index.setdefault(path.name, _ShardIndex())
-            is_live = is_locked(path)  # asked before reading: what a writer ends meanwhile is read next time
-            tail: Damage | None = None
-            with path.open("rb") as file:
-                for found in scan(file.fileno(), path.name, index.end):
-                    if isinstance(found, Damage) and found.is_tail:
-                        tail = None if is_live else found
-                        break
-                    index.found.append(found)
-                    index.end = found.offset + found.size
+            try:
+                with path.open("rb") as file:
+                    tail = index.update(file.fileno(), path.name)
+            except OSError as error:
+                tail = Damage(path.name, index.end, 0, f"what follows cannot be read ({error})")
             entries += [found for found in index.found if isinstance(found, Entry)]
             damages += [found for found in index.found if isinstance(found, Damage)] + ([tail] if tail else [])
         return entries, damages
@@ -131,9 +149,12 @@ class ReplayStore:
         """int32 [L, E], the demand of a record, without reading its routes."""
         return decode_counts(self._bytes(entry.shard, entry.counts_at, entry.body_at - entry.counts_at), self.model)
 
-    def read_body(self, entry: Entry) -> bytes:
-        """The compressed body of a record, as stored."""
-        return self._bytes(entry.shard, entry.body_at, entry.end - entry.body_at)
+    def is_sound(self, entry: Entry) -> bool:
+        """Whether every byte of a record can be read and matches its checksums."""
+        try:
+            return is_sound(self._bytes(entry.shard, entry.offset, entry.size), entry.shard)
+        except InputError:
+            return False
 
     def records(self) -> Iterator[ReplayRecord]:
         """Every readable record, one at a time."""
@@ -143,7 +164,8 @@ class ReplayStore:
     def _bytes(self, shard: str, offset: int, size: int) -> bytes:
         try:
             with (self.folder / "shards" / shard).open("rb") as file:
-                data = os.pread(file.fileno(), size, offset)
+                file.seek(offset)
+                data = file.read(size)
         except OSError as error:
             raise InputError(shard, f"cannot be read ({error})", "a shard of the store") from error
         if len(data) != size:
@@ -164,7 +186,7 @@ class StoreWriter:
         self.num_records = self.num_bytes = 0
         self._lock = threading.Lock()
         self._file: int | None = None
-        self._end = 0
+        self._process = os.getpid()
 
     def append(self, record: ReplayRecord) -> int:
         """Write a record; when this returns, a kill of the process cannot lose it.
@@ -174,23 +196,21 @@ class StoreWriter:
 
         Raises:
             InputError: the record's routes have another shape than the store's.
-            OSError: the disk is full or fails. The record is not in the store and the shard is as it was before.
+            OSError: the disk is full or fails. The record is not in the store, and what was there before is.
         """
         if record.model != self.store.model:
             raise InputError(f"record {record.id!r}", f"is of {record.model}", f"{self.store.model}, as the store")
         frame = encode(record)
+        size = sum(map(len, frame))
         with self._lock:
-            if self._file is not None and self._end >= self.shard_bytes:
-                self._close()
-            file = self._open() if self._file is None else self._file
+            file = self._shard()
+            end = os.fstat(file).st_size
             try:
                 for piece in frame:
                     write_all(file, piece)
             except BaseException:
-                os.ftruncate(file, self._end)
+                self._take_back(file, end, size)
                 raise
-            size = sum(map(len, frame))
-            self._end += size
             self.num_records += 1
             self.num_bytes += size
             return size
@@ -207,20 +227,55 @@ class StoreWriter:
             if self._file is not None:
                 self._close()
 
+    def _shard(self) -> int:
+        """The shard to append to: the one that is open, unless it is full, deleted, or that of a parent process."""
+        if self._file is not None:
+            status = os.fstat(self._file)
+            if not status.st_nlink or self._process != os.getpid():
+                self._leave()
+            elif status.st_size >= self.shard_bytes:
+                self._close()
+        return self._open() if self._file is None else self._file
+
+    def _take_back(self, file: int, end: int, size: int) -> None:
+        """Cut off what was written of a frame; nothing is appended behind one that cannot be cut off.
+
+        A frame that an interrupt hit when it was whole stays: readers may know it already.
+        """
+        if os.fstat(file).st_size == end + size:
+            return
+        try:
+            os.ftruncate(file, end)
+        except BaseException:
+            self._leave()
+            raise
+
     def _open(self) -> int:
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}.shard"
         path = self.store.folder / "shards" / name
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        sync_folder(path.parent)
-        self._file, self._end = file, 0
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            sync_folder(path.parent)
+        except BaseException:
+            path.unlink()
+            os.close(file)
+            raise
+        self._file, self._process = file, os.getpid()
         return file
 
     def _close(self) -> None:
         assert self._file is not None
-        os.fsync(self._file)
-        os.close(self._file)
-        self._file = None
+        try:
+            os.fsync(self._file)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Close without flushing; the next record begins a new shard."""
+        assert self._file is not None
+        file, self._file = self._file, None
+        os.close(file)
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -231,11 +286,11 @@ class StoreWriter:
         self.close()
 
 
-def is_locked(path: Path) -> bool:
-    """Whether a living process writes this shard."""
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+def is_locked(file: int) -> bool:
+    """Whether a living process writes the shard of this descriptor."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(file, fcntl.LOCK_UN)
     return False

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflux_serve.capture.frame import checksum
+from megaflux_serve.capture import checked_json
 from megaflux_serve.capture.record import Int32Array, ReplayRecord
 from megaflux_serve.capture.store import ReplayStore
 from megaflux_serve.errors import ConfigError, InputError
@@ -79,7 +79,7 @@ class SealedWindow:
         """
         wanted = self.records[index]
         record = self.store.read(wanted.shard, wanted.offset, wanted.size)
-        if (record.id, checksum(record)) != (wanted.id, wanted.checksum):
+        if (record.id, record.checksum) != (wanted.id, wanted.checksum):
             source = f"window {self.name!r}, {wanted.shard}, byte {wanted.offset}"
             raise InputError(
                 source, f"holds another content of record {record.id!r}", f"record {wanted.id!r} as sealed"
@@ -96,9 +96,7 @@ class SealedWindow:
 
 def window_names(store: ReplayStore) -> list[str]:
     """Names of the sealed windows, oldest first."""
-    paths = [path.parent for path in (store.folder / "windows").glob("*/window.json")]
-    names = [path.name for path in paths if not path.name.startswith(".")]
-    return sorted(names, key=lambda name: int(read_manifest(store, name)["sequence"]))
+    return list(manifests(store))
 
 
 def open_window(store: ReplayStore, name: str | None = None) -> SealedWindow:
@@ -108,15 +106,17 @@ def open_window(store: ReplayStore, name: str | None = None) -> SealedWindow:
         ConfigError: there is no such window.
         InputError: there is no window at all, or it is damaged.
     """
-    names = window_names(store)
+    names = _folders(store)
     if not names:
         raise InputError(
             str(store.folder), "holds no sealed window", "a store with one, as megaflux replay seal makes it"
         )
     if name is not None and name not in names:
-        raise ConfigError("window", name, f"one of {', '.join(names)}")
-    manifest = read_manifest(store, name or names[-1])
-    folder = store.folder / "windows" / (name or names[-1])
+        raise ConfigError("window", name, f"one of {', '.join(sorted(names))}")
+    if name is None:
+        name = window_names(store)[-1]
+    manifest = read_manifest(store, name)
+    folder = store.folder / "windows" / name
     arrays = {file: _array(folder / file, digest) for file, digest in manifest["arrays"].items()}
     records = tuple(WindowRecord(**record) for record in manifest["records"])
     return SealedWindow(
@@ -129,6 +129,17 @@ def open_window(store: ReplayStore, name: str | None = None) -> SealedWindow:
         arrays["lengths.npy"],
         tuple(manifest["damages"]),
     )
+
+
+def windows_of(store: ReplayStore) -> tuple[list[SealedWindow], list[str]]:
+    """The windows that can be opened, oldest first, and what is wrong with each of the others."""
+    windows, faults = [], []
+    for name in sorted(_folders(store)):
+        try:
+            windows.append(open_window(store, name))
+        except InputError as error:
+            faults.append(f"window {name!r}: {error}")
+    return sorted(windows, key=lambda window: window.sequence), faults
 
 
 def window_demand(folder: Path, name: str | None = None) -> tuple[Int32Array, NDArray[np.int64]]:
@@ -148,21 +159,40 @@ def window_demand(folder: Path, name: str | None = None) -> tuple[Int32Array, ND
     return np.array(window.counts), np.array(window.lengths)
 
 
+def manifests(store: ReplayStore) -> dict[str, dict[str, Any]]:
+    """What ``window.json`` says of every window, by name, oldest first.
+
+    Raises:
+        InputError: one cannot be read.
+    """
+    found = {name: read_manifest(store, name) for name in _folders(store)}
+    return dict(sorted(found.items(), key=lambda item: int(item[1]["sequence"])))
+
+
 def read_manifest(store: ReplayStore, name: str) -> dict[str, Any]:
     """What ``window.json`` says.
 
     Raises:
-        InputError: it cannot be read, or is of another version.
+        InputError: it cannot be read, is damaged, or is of another version.
     """
     source = store.folder / "windows" / name / "window.json"
     try:
-        manifest: dict[str, Any] = json.loads(source.read_bytes())
+        data = source.read_bytes()
+        manifest: dict[str, Any] = json.loads(data)
         version = manifest["version"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(str(source), f"cannot be read ({error})", "a sealed window") from error
     if version != VERSION:
         raise InputError(str(source), f"has version {version}", f"version {VERSION}")
+    if not checked_json.is_sound(data):
+        raise InputError(str(source), "is damaged: its SHA-256 is not the one it holds", "an undamaged file")
     return manifest
+
+
+def _folders(store: ReplayStore) -> list[str]:
+    """Names of the sealed windows, in no order; none is read."""
+    paths = [path.parent for path in (store.folder / "windows").glob("*/window.json")]
+    return [path.name for path in paths if not path.name.startswith(".")]
 
 
 def _array(path: Path, digest: str) -> NDArray[Any]:
@@ -175,4 +205,4 @@ def _array(path: Path, digest: str) -> NDArray[Any]:
     return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
 
 
-__all__ = ["SealedWindow", "WindowRecord", "open_window", "read_manifest", "window_demand", "window_names"]
+__all__ = ["SealedWindow", "WindowRecord", "manifests", "open_window", "window_demand", "window_names", "windows_of"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import time
-import zlib
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from megaflux_serve.capture.files import EXPORTS, IMPORTS, export_records, import_records
@@ -25,7 +25,7 @@ from megaflux_serve.capture.profile import LayerProfile, layer_profiles, task_di
 from megaflux_serve.capture.record import ModelShape
 from megaflux_serve.capture.sealing import seal
 from megaflux_serve.capture.store import ReplayStore
-from megaflux_serve.capture.window import SealedWindow, open_window, window_names
+from megaflux_serve.capture.window import SealedWindow, open_window, windows_of
 from megaflux_serve.cli.command import Commands, file_to_write
 from megaflux_serve.cli.render import progress
 from megaflux_serve.durable import write_atomically
@@ -56,21 +56,22 @@ def inspect(store: Store, as_json: Json = False) -> None:
     """Say what is in a store: model, records, windows, damage. Reads no routes."""
     opened = ReplayStore(store)
     entries, damages = opened.scan()
-    windows = [open_window(opened, name) for name in window_names(opened)]
+    windows, faults = windows_of(opened)
+    faults = [*map(str, damages), *faults]
     if as_json:
-        print(json.dumps(_contents(opened, entries, damages, windows), indent=2))
+        print(json.dumps(_contents(opened, entries, faults, windows), indent=2))
         return
     console = Console()
     model = opened.model
     console.print(
-        f"{store}: {len(model.moe_layers)} MoE layers of {model.num_layers}, {model.num_experts} experts, "
+        f"{escape(str(store))}: {len(model.moe_layers)} MoE layers of {model.num_layers}, {model.num_experts} experts, "
         f"top-{model.top_k}, ids in {model.id_dtype.name}",
         highlight=False,
     )
     console.print(_record_table(opened, entries))
     if windows:
         console.print(_window_table(windows))
-    _print_damages(console, list(map(str, damages)))
+    _print_damages(console, faults)
 
 
 @app.command()
@@ -78,30 +79,23 @@ def verify(store: Store) -> None:
     """Read every byte: each record, each window, and each record of each window. Status 1 where there is damage."""
     opened, console = ReplayStore(store), Console()
     entries, damages = opened.scan()
-    faults = list(map(str, damages))
-    names = window_names(opened)
+    windows, faults = windows_of(opened)
+    num_windows = len(windows) + len(faults)
+    faults = [*map(str, damages), *faults]
     with progress(console) as bar:
         for entry in bar.track(entries, description="records"):
-            if zlib.crc32(opened.read_body(entry)) != entry.crc_body:
-                lost = Damage(
-                    entry.shard, entry.offset, entry.size, "the checksum of the body does not match", entry.id
-                )
-                faults.append(str(lost))
-        num_sealed = 0
-        for name in names:
-            try:
-                window = open_window(opened, name)
-            except InputError as error:
-                faults.append(f"window {name!r}: {error}")
-                continue
-            num_sealed += len(window)
-            for index in bar.track(range(len(window)), description=f"window {name}"):
+            if not opened.is_sound(entry):
+                lost = "the checksum of the body does not match, or it cannot be read"
+                faults.append(str(Damage(entry.shard, entry.offset, entry.size, lost, entry.id)))
+        for window in windows:
+            for index in bar.track(range(len(window)), description=f"window {escape(window.name)}"):
                 try:
                     window.read(index)
                 except InputError as error:
-                    faults.append(f"window {name!r}: {error}")
+                    faults.append(f"window {window.name!r}: {error}")
+    num_sealed = sum(map(len, windows))
     console.print(
-        f"{len(entries):,} records, {len(names)} windows with {num_sealed:,} records, {len(faults)} faults",
+        f"{len(entries):,} records, {num_windows} windows with {num_sealed:,} records, {len(faults)} faults",
         highlight=False,
     )
     _print_damages(console, faults)
@@ -154,7 +148,7 @@ def stats(
     console = Console()
     middle, high = np.percentile(opened.lengths, (50, 95))
     console.print(
-        f"window {opened.name}: {len(opened):,} records, {int(opened.lengths.sum()):,} tokens, length P50/P95 "
+        f"window {escape(opened.name)}: {len(opened):,} records, {int(opened.lengths.sum()):,} tokens, length P50/P95 "
         f"{middle:,.0f}/{high:,.0f}, {ranks} ranks of identity placement",
         highlight=False,
     )
@@ -162,7 +156,7 @@ def stats(
     if len(labels) > 1:
         console.print(_distance_table(labels, distances))
     if png:
-        console.print(f"picture: {png}", highlight=False)
+        console.print(f"picture: {escape(str(png))}", highlight=False)
 
 
 @app.command()
@@ -204,7 +198,7 @@ def import_file(
 
 
 def _contents(
-    store: ReplayStore, entries: list[Entry], damages: list[Damage], windows: list[SealedWindow]
+    store: ReplayStore, entries: list[Entry], faults: list[str], windows: list[SealedWindow]
 ) -> dict[str, object]:
     return {
         "model": asdict(store.model),
@@ -214,7 +208,7 @@ def _contents(
         "weights_versions": dict(Counter(entry.weights_version for entry in entries)),
         "tasks": dict(Counter(entry.task for entry in entries)),
         "windows": {window.name: len(window) for window in windows},
-        "damages": list(map(str, damages)),
+        "damages": faults,
     }
 
 
@@ -230,8 +224,8 @@ def _record_table(store: ReplayStore, entries: list[Entry]) -> Table:
         chosen = [entry for entry in entries if (entry.weights_version, entry.task) == (weights, task)]
         tokens = sum(entry.num_tokens for entry in chosen)
         table.add_row(
-            weights or "-",
-            task or "-",
+            escape(weights) or "-",
+            escape(task) or "-",
             f"{len(chosen):,}",
             f"{len({entry.group for entry in chosen if entry.group}):,}",
             f"{tokens:,}",
@@ -253,7 +247,8 @@ def _window_table(windows: list[SealedWindow]) -> Table:
         weights = sorted({record.weights_version or "-" for record in window.records})
         tokens = f"{int(window.lengths.sum()):,}"
         damage = str(len(window.damages) or "-")
-        table.add_row(window.name, f"{len(window):,}", tokens, ", ".join(weights), window.sealed_at, damage)
+        name, versions = escape(window.name), escape(", ".join(weights))
+        table.add_row(name, f"{len(window):,}", tokens, versions, window.sealed_at, damage)
     return table
 
 
@@ -290,13 +285,13 @@ def _distance_table(labels: list[str], distances: np.ndarray) -> Table:
     for number in range(1, len(labels) + 1):
         table.add_column(str(number), justify="right", no_wrap=True)
     for number, (label, row) in enumerate(zip(labels, distances, strict=True), 1):
-        table.add_row(str(number), label or "-", *("-" if np.isnan(value) else f"{value:.3f}" for value in row))
+        table.add_row(str(number), escape(label) or "-", *("-" if np.isnan(value) else f"{value:.3f}" for value in row))
     return table
 
 
 def _print_damages(console: Console, damages: list[str]) -> None:
     for damage in damages:
-        console.print(f"damage: {damage}", style="red", highlight=False)
+        console.print(f"damage: {escape(damage)}", style="red", highlight=False)
 
 
 def _model(text: str) -> ModelShape:

@@ -61,6 +61,40 @@ def test_verify_ends_with_status_1_and_names_the_record(store: ReplayStore) -> N
     assert f"window 'step-7': {entry.shard}, byte {entry.offset}" in text
 
 
+def test_damage_of_one_window_is_named_and_the_rest_is_shown(store: ReplayStore) -> None:
+    with store.writer() as writer:
+        routes = random_routes(9, 29, 3, 16, 3)
+        writer.append(ReplayRecord.of("new", routes, MODEL, prompt_tokens=10, output_tokens=20, weights_version="8"))
+    seal(store, "step-8")
+    manifest = store.folder / "windows" / "step-7" / "window.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"math"', b'"meth"'))
+    text = " ".join(run("inspect", store.folder).split())
+    assert "step-8" in text
+    assert "damage: window 'step-7':" in text
+    found = json.loads(run("inspect", store.folder, "--json"))
+    assert (found["windows"], len(found["damages"])) == ({"step-8": 1}, 1)
+    assert "9 records, 2 windows with 1 records, 1 faults" in run("verify", store.folder, status=1)
+    assert "window step-8: 1 records" in run("stats", store.folder, "--window", "step-8", "--ranks", 4)
+
+
+@pytest.mark.parametrize("label", ["[/red]", "[bold]", "a$\\x$ b", "$ $"])
+def test_labels_are_shown_as_they_are(tmp_path: Path, label: str) -> None:
+    store = ReplayStore.create(tmp_path / "[red]", MODEL)
+    with store.writer() as writer:
+        for id, task in ((label, label), ("other", "code")):
+            routes = random_routes(1, 29, 3, 16, 3)
+            writer.append(ReplayRecord.of(id, routes, MODEL, prompt_tokens=10, output_tokens=20, task=task))
+    seal(store, "[red]w")
+    assert label in run("inspect", store.folder)
+    assert "[red]" in run("inspect", store.folder)
+    assert label in run("stats", store.folder, "--ranks", 4, "--png", tmp_path / "window.png")
+    shard = next((store.folder / "shards").iterdir())
+    data = bytearray(shard.read_bytes())
+    data[store.scan()[0][0].body_at] ^= 1
+    shard.write_bytes(data)
+    assert f"record {label!r}" in " ".join(run("verify", store.folder, status=1).split())
+
+
 def test_stats_prints_every_moe_layer_and_draws_a_picture(store: ReplayStore, tmp_path: Path) -> None:
     text = run("stats", store.folder, "--ranks", 4, "--png", tmp_path / "window.png")
     assert "length P50/P95 30/30" in text
@@ -104,6 +138,28 @@ def test_an_import_that_is_refused_makes_no_store(store: ReplayStore, tmp_path: 
     run("export", store.folder, "slime", tmp_path / "batch.npz")
     (tmp_path / "text.npz").write_text("no archive")
     run("import", tmp_path / source, "slime", tmp_path / "new", "--model", model, status=2)
+    assert not (tmp_path / "new").exists()
+
+
+def test_files_that_do_not_fit_themselves_are_refused(store: ReplayStore, tmp_path: Path) -> None:
+    path, words = tmp_path / "batch.npz", ("slime", tmp_path / "new", "--model", "16,3,4,1")
+    run("export", store.folder, "slime", path)
+    data = path.read_bytes()
+    with np.load(path) as arrays:
+        columns = dict(arrays)
+    for length in (len(data) - 1, len(data) // 2, 100):
+        path.write_bytes(data[:length])
+        assert f"{path}: cannot be read" in run("import", path, *words, status=2)
+    for name, array in {
+        "ids": columns["ids"][:3],
+        "tasks": np.array("math"),
+        "prompt_tokens": columns["prompt_tokens"] / 2,
+        "output_tokens": columns["output_tokens"][1:],
+    }.items():
+        np.savez(path, **(columns | {name: array}))
+        assert f"{path}: has {name} " in run("import", path, *words, status=2)
+    np.savez(path, **(columns | {"output_tokens": columns["output_tokens"] + 1}))
+    assert "record 'r0': has 29 rows of routes; allowed: 30" in run("import", path, *words, status=2)
     assert not (tmp_path / "new").exists()
 
 

@@ -139,6 +139,22 @@ def test_arrays_of_another_shape_are_refused() -> None:
         record("")
 
 
+def test_a_text_that_is_none_or_cannot_be_written_is_refused() -> None:
+    routes = random_routes(1, 6, 3, 16, 3)
+    with pytest.raises(InputError, match=r"record 'a': task is 'x\\ud800', which UTF-8 cannot hold"):
+        ReplayRecord.of("a", routes, MODEL, prompt_tokens=4, output_tokens=3, task="x\ud800")
+    with pytest.raises(InputError, match=r"record 'a': weights_version is 12; allowed: a text"):
+        ReplayRecord.of("a", routes, MODEL, prompt_tokens=4, output_tokens=3, weights_version=12)  # type: ignore[arg-type]
+
+
+def test_lengths_are_any_integers_and_nothing_else() -> None:
+    routes = random_routes(1, 6, 3, 16, 3)
+    found = ReplayRecord.of("a", routes, MODEL, prompt_tokens=np.int64(4), output_tokens=np.uint8(3))
+    assert_equal(decode(b"".join(encode(found)), MODEL, "shard", 0), found)
+    with pytest.raises(InputError, match=r"4.0 prompt and 3 output tokens; allowed: integers"):
+        ReplayRecord.of("a", routes, MODEL, prompt_tokens=4.0, output_tokens=3)  # type: ignore[arg-type]
+
+
 def test_a_model_shape_that_cannot_be_is_refused() -> None:
     for shape in ((0, 1, 1, ()), (8, 9, 1, ()), (8, 2, 0, ()), (8, 2, 2, (2,)), (8, 2, 3, (1, 0))):
         with pytest.raises(ConfigError):

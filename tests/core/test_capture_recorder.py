@@ -56,6 +56,8 @@ def test_prompt_rows_that_were_left_out_are_rows_without_routes(tmp_path: Path) 
         (routes(5), "record 'bad': has 5 rows of routes"),
         (np.zeros((6, 3, 2), dtype=np.uint8), "routed experts: are 0 in every layer"),
         (routes(6)[:, :, :1], "routed experts: have one expert a token"),
+        (routes(6)[:, :, 0], "routed experts: are [6, 3]"),
+        (routes(6)[:, :2], "routed experts: are [6, 2, 2]; allowed: [rows, 3 layers, k]"),
     ],
 )
 def test_routes_that_cannot_be_right_are_logged_with_the_request_and_not_stored(
@@ -66,6 +68,16 @@ def test_routes_that_cannot_be_right_are_logged_with_the_request_and_not_stored(
     made.record(FinishedRequest("good", 4, 3, routes(6)))
     assert f"routes of request bad are not recorded: {message}" in caplog.text
     assert [entry.id for entry in ReplayStore(tmp_path / "store").scan()[0]] == ["good"]
+
+
+def test_a_label_that_cannot_be_written_costs_that_record_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = recorder(tmp_path)
+    made.record(FinishedRequest("bad", 4, 3, routes(6), labels=labels_of({"megaflux_task": "\ud800"})))
+    made.record(FinishedRequest("good", 4, 3, routes(6)))
+    assert "routes of request bad are not recorded: record 'bad': task is" in caplog.text
+    assert [entry.id for entry in ReplayStore(tmp_path).scan()[0]] == ["good"]
 
 
 def test_an_observer_is_told_what_became_of_every_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

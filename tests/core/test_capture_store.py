@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +29,7 @@ from megaflux_serve.capture import (
     window_demand,
     window_names,
 )
+from megaflux_serve.capture.frame import encode
 from megaflux_serve.errors import ConfigError, InputError
 from megaflux_serve.routepack.demand import Demand
 from tests.oracles.replay_routes import random_routes
@@ -171,6 +175,204 @@ def test_a_full_disk_leaves_the_store_as_it_was_and_the_writer_usable(tmp_path: 
     assert (found_ids(store), store.scan()[1]) == (["a", "b", "d"], [])
 
 
+def fail_after_a_part(monkeypatch: pytest.MonkeyPatch, error: BaseException, part: int = 200) -> None:
+    """Have the next write put ``part`` bytes of its data on the disk, and the one after it fail."""
+    os_write, calls = os.write, []
+
+    def write(file: int, data: bytes) -> int:
+        calls.append(file)
+        if len(calls) > 1:
+            raise error
+        return os_write(file, data[:part])
+
+    monkeypatch.setattr(os, "write", write)
+
+
+def test_nothing_is_appended_behind_a_part_that_cannot_be_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(file: int, length: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    store = filled(tmp_path, "a")
+    with store.writer() as writer:
+        writer.append(record("b"))
+        monkeypatch.setattr(os, "ftruncate", failing)
+        fail_after_a_part(monkeypatch, OSError(28, "No space left on device"))
+        with pytest.raises(OSError, match="Input/output error"):
+            writer.append(record("lost"))
+        monkeypatch.undo()
+        writer.append(record("c"))
+        writer.append(record("d"))
+    entries, damages = store.scan()
+    assert sorted(entry.id for entry in entries) == list("abcd")
+    assert [damage.record_id for damage in damages] == ["lost"]
+    assert [found.id for found in seal(store, "w")] == list("abcd")
+
+
+def test_an_interrupt_takes_back_a_part_and_never_a_whole_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ReplayStore.create(tmp_path, MODEL)
+    with store.writer() as writer:
+        fail_after_a_part(monkeypatch, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            writer.append(record("a"))
+        monkeypatch.undo()
+        assert store.scan() == ([], [])
+        os_write, written = os.write, []
+
+        def write_then_stop(file: int, data: bytes) -> int:
+            written.append(os_write(file, data))
+            if os.fstat(file).st_size == size:
+                raise KeyboardInterrupt
+            return written[-1]
+
+        size = writer.append(record("b"))
+        size += len(b"".join(encode(record("c"))))
+        monkeypatch.setattr(os, "write", write_then_stop)
+        with pytest.raises(KeyboardInterrupt):
+            writer.append(record("c"))
+        monkeypatch.undo()
+        window = seal(store, "w")  # another process may have listed the record in that instant
+        writer.append(record("d"))
+        fail_after_a_part(monkeypatch, OSError(28, "No space left on device"))
+        with pytest.raises(OSError, match="No space left"):
+            writer.append(record("e"))
+        monkeypatch.undo()
+    assert [found.id for found in window] == ["b", "c"]
+    assert (found_ids(store), store.scan()[1]) == (["b", "c", "d"], [])
+
+
+def test_a_reader_is_not_misled_by_a_record_in_the_place_of_one_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = filled(tmp_path, "a")
+    writer = store.writer()
+    writer.append(record("b"))
+    shard = tmp_path / "shards" / next(entry.shard for entry in store.scan()[0] if entry.id == "b")
+    failed, follower = (b"".join(encode(record(id, tokens=tokens))) for id, tokens in (("long", 90), ("c", 40)))
+    end, pread, steps = shard.stat().st_size, os.pread, iter(range(100))
+    file = os.open(shard, os.O_WRONLY)
+    os.pwrite(file, failed[:-1], end)  # the disk is full here
+
+    def meanwhile(file_read: int, size: int, offset: int) -> bytes:
+        if offset == end and next(steps) == 0:  # between two steps of the reader: taken back, and half a frame more
+            os.ftruncate(file, end)
+            os.pwrite(file, follower[: len(follower) // 2], end)
+        return pread(file_read, size, offset)
+
+    monkeypatch.setattr(os, "pread", meanwhile)
+    assert sorted(entry.id for entry in store.scan()[0]) == ["a", "b"]
+    os.pwrite(file, follower, end)
+    os.close(file)
+    assert (sorted(found_ids(store)), store.scan()[1]) == (["a", "b", "c"], [])
+    writer.close()
+
+
+def test_a_shard_that_was_deleted_is_not_written_any_more(tmp_path: Path) -> None:
+    store = ReplayStore.create(tmp_path, MODEL)
+    with store.writer() as writer:
+        writer.append(record("a"))
+        next((tmp_path / "shards").iterdir()).unlink()
+        writer.append(record("b"))
+        assert found_ids(ReplayStore(tmp_path)) == ["b"]
+        shutil.rmtree(tmp_path / "shards")
+        with pytest.raises(FileNotFoundError):
+            writer.append(record("c"))
+
+
+def test_a_child_process_that_goes_on_with_a_writer_has_a_shard_of_its_own(tmp_path: Path) -> None:
+    store = ReplayStore.create(tmp_path, MODEL)
+    writer = store.writer()
+    writer.append(record("a"))
+    in_killed_processes(lambda: print(writer.append(record("b"))))
+    writer.append(record("c"))
+    writer.close()
+    shards = {entry.id: entry.shard for entry in store.scan()[0]}
+    assert shards["a"] == shards["c"] != shards["b"]
+
+
+def test_a_writer_that_cannot_begin_a_shard_leaves_none_and_no_open_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(folder: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    store = ReplayStore.create(tmp_path, MODEL)
+    writer, num_open = store.writer(), len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr("megaflux_serve.capture.store.sync_folder", failing)
+        with pytest.raises(OSError, match="Input/output error"):
+            writer.append(record("a"))
+    assert list((tmp_path / "shards").iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    writer.append(record("a"))
+    writer.close()
+    assert found_ids(store) == ["a"]
+
+
+def test_a_shard_that_the_disk_does_not_give_is_named_and_the_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path, "ab")
+    store = filled(tmp_path, "cd")
+    bad = tmp_path / "shards" / next(entry.shard for entry in store.scan()[0] if entry.id == "b")
+    second = next(entry for entry in store.scan()[0] if entry.id == "b")
+    pread = os.pread
+
+    def failing(file: int, size: int, offset: int) -> bytes:
+        if os.path.samestat(os.fstat(file), bad.stat()) and offset + size > second.offset:
+            raise OSError(5, "Input/output error")
+        return pread(file, size, offset)
+
+    monkeypatch.setattr(os, "pread", failing)
+    fresh = ReplayStore(tmp_path)
+    entries, damages = fresh.scan()
+    assert sorted(entry.id for entry in entries) == ["a", "c", "d"]
+    assert [(damage.shard, damage.offset) for damage in damages] == [(bad.name, second.offset)]
+    assert "Input/output error" in str(damages[0])
+    assert len(seal(fresh, "w").damages) == 1
+    monkeypatch.undo()
+    assert [entry.id for entry in seal(fresh, "the rest").records] == ["b"]
+
+
+def test_every_new_folder_and_file_has_its_name_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed, fsync = set(), os.fsync
+
+    def noted(file: int) -> None:
+        flushed.add(Path(os.readlink(f"/proc/self/fd/{file}")))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    folder = tmp_path / "new" / "store"
+    store = ReplayStore.create(folder, MODEL)
+    assert flushed >= {tmp_path, tmp_path / "new", folder}
+    with store.writer() as writer:
+        writer.append(record("a"))
+        assert folder / "shards" in flushed
+    flushed.clear()
+    seal(store, "w")
+    assert flushed >= {next((folder / "shards").iterdir()), folder / "windows"}
+
+
+def test_two_processes_cannot_make_one_store_of_two_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = ModelShape(8, 2, 2)
+    exists, asked = Path.exists, []
+
+    def exists_after_another_made_it(path: Path) -> bool:
+        found = exists(path)
+        if path.name == "store.json" and not asked:  # answered, and then the other process comes first
+            asked.append(path)
+            ReplayStore.create(tmp_path, other)
+        return found
+
+    monkeypatch.setattr(Path, "exists", exists_after_another_made_it)
+    with pytest.raises(ConfigError, match="model"):
+        ReplayStore.create(tmp_path, MODEL)
+    assert ReplayStore(tmp_path).model == other
+
+
 def test_a_shard_cut_anywhere_keeps_what_is_whole(tmp_path: Path) -> None:
     store = filled(tmp_path, "abc")
     shard = next((tmp_path / "shards").iterdir())
@@ -302,6 +504,43 @@ def test_one_id_with_two_contents_is_refused_and_both_are_named(tmp_path: Path) 
     assert [entry.id for entry in seal(store, "w", ids=["a"]).records] == ["a"]
 
 
+def test_an_id_that_a_window_holds_with_another_content_is_refused(tmp_path: Path) -> None:
+    store = filled(tmp_path, "ab")
+    seal(store, "first")
+    filled(tmp_path, "bc")  # b once more, a write that was tried again
+    assert [entry.id for entry in seal(store, "second").records] == ["c"]
+    with store.writer() as writer:
+        writer.append(record("a", seed=1))
+        writer.append(record("d"))
+    with pytest.raises(InputError, match=r"record 'a': is in window 'first', .* and with other content in "):
+        seal(store, "third")
+    assert [entry.id for entry in seal(store, "third", ids=["d"]).records] == ["d"]
+
+
+def test_one_id_of_two_weights_versions_is_refused_when_one_is_asked_for(tmp_path: Path) -> None:
+    store = filled(tmp_path, "ab")
+    with store.writer() as writer:
+        writer.append(record("b", ord("b"), version="8"))
+    with pytest.raises(InputError, match=r"record 'b': is in .* and with other content in "):
+        seal(store, "w", weights_versions=["8"])
+    assert window_names(store) == []
+
+
+def test_ids_may_come_from_an_iterator_and_must_not_be_none(tmp_path: Path) -> None:
+    store = filled(tmp_path, "ab")
+    with pytest.raises(InputError, match="ids: z is not in the store"):
+        seal(store, "w", ids=iter(["a", "z"]))
+    with pytest.raises(ConfigError, match="at least one id"):
+        seal(store, "w", ids=[])
+    assert [entry.id for entry in seal(store, "w", ids=iter("ab")).records] == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["", ".w", "a/b", "a\0b", "a\ud800", 256 * "w", 128 * "\u00e4"])
+def test_a_window_name_that_is_no_file_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="a plain file name of at most 255 bytes"):
+        seal(filled(tmp_path, "a"), name)
+
+
 def test_mixed_weights_are_refused_unless_asked_for(tmp_path: Path) -> None:
     store = filled(tmp_path, "ab")
     with store.writer() as writer:
@@ -354,6 +593,41 @@ def test_a_damaged_window_is_refused(tmp_path: Path) -> None:
     counts.write_bytes(data)
     with pytest.raises(InputError, match=r"counts.npy: is damaged"):
         open_window(store)
+
+
+def test_a_changed_byte_of_a_description_is_never_read_as_another_value(tmp_path: Path) -> None:
+    store = filled(tmp_path, "abc")
+    first = seal(store, "first")
+    filled(tmp_path, "d")
+    seal(store, "second")
+    path = tmp_path / "windows" / "first" / "window.json"
+    data = path.read_bytes()
+    for at in range(len(data)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+        with suppress(InputError):
+            assert open_window(store, "first").records == first.records
+    path.write_bytes(data.replace(b'"task": ""', b'"task": "x"'))
+    with pytest.raises(InputError, match=r"window.json: is damaged"):
+        open_window(store, "first")
+    assert [found.id for found in open_window(store, "second")] == ["d"]
+    with pytest.raises(InputError, match=r"window.json: is damaged"):
+        seal(store, "third", ids="d")
+    shape = tmp_path / "store.json"
+    shape.write_bytes(shape.read_bytes().replace(b'"moe_layers": [0, 1, 2, 3]', b'"moe_layers": [0, 1, 2, 7]'))
+    with pytest.raises(InputError):
+        ReplayStore(tmp_path)
+
+
+def test_descriptions_without_a_checksum_are_read_as_before(tmp_path: Path) -> None:
+    store = filled(tmp_path, "abc")
+    sealed = seal(store, "w")
+    for path in (tmp_path / "store.json", tmp_path / "windows" / "w" / "window.json"):
+        content = json.loads(path.read_bytes())
+        assert len(content.pop("sha256")) == 64
+        path.write_text(json.dumps(content) + "\n")
+    window = open_window(ReplayStore(tmp_path))
+    assert window.records == sealed.records
+    assert [found.id for found in window] == list("abc")
 
 
 def test_a_store_of_another_model_or_version_is_refused(tmp_path: Path) -> None:
