@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from megaflux_serve.cli.command import file_to_write
 from megaflux_serve.cli.forecast import Resize, Scenario, Step, forecast_layer
@@ -90,7 +91,7 @@ def plan(
     total = summarise_model([[step.outcome for step in of_layer] for of_layer in steps.values()])
 
     console = Console(highlight=False, soft_wrap=True)
-    console.print(_heading(routing, scenario, total))
+    console.print(escape(_heading(routing, scenario, total)))
     console.print(layer_table(layers, total))
     if sticky:
         console.print(_saved_transfers(steps))
@@ -99,10 +100,10 @@ def plan(
         console.print(f"gate: {sum(layer.gated for layer in layers)} of {num_plans} plans did not pay and were dropped")
     if json_file:
         write_atomically(json_file, _document(routing, scenario, layers, total, steps))
-        console.print(f"figures: {json_file}")
+        console.print(escape(f"figures: {json_file}"))
     if png_file:
         write_atomically(png_file, draw_loads(layers, f"{trace.name} on {ranks} ranks, {slots} replica slots", "rows"))
-        console.print(f"picture: {png_file}")
+        console.print(escape(f"picture: {png_file}"))
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from itertools import takewhile
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -29,7 +30,7 @@ def layer_table(layers: Sequence[LayerSummary], total: LayerSummary) -> Table:
     """
     folders = zip(*(layer.layer.split("/")[:-1] for layer in layers), strict=False)
     shared = [names[0] for names in takewhile(lambda names: len(set(names)) == 1, folders)]
-    title = f"layers of {'/'.join(shared)}" if shared else None
+    title = escape(f"layers of {'/'.join(shared)}") if shared else None
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("layer", overflow="fold", min_width=8)
     for name in (
@@ -44,9 +45,9 @@ def layer_table(layers: Sequence[LayerSummary], total: LayerSummary) -> Table:
     ):
         table.add_column(name, justify="right", no_wrap=True)
     for layer in layers:
-        table.add_row("/".join(layer.layer.split("/")[len(shared) :]), *_figures(layer))
+        table.add_row(escape("/".join(layer.layer.split("/")[len(shared) :])), *_figures(layer))
     table.add_section()
-    table.add_row(total.layer, *_figures(total), style="bold")
+    table.add_row(escape(total.layer), *_figures(total), style="bold")
     return table
 
 

@@ -73,6 +73,15 @@ def test_the_table_shows_the_same_figures(counts: Path) -> None:
     assert f"{counts}: 2 layers, 4 experts (largest id + 1; --experts sets it)" in result.stdout
 
 
+def test_names_are_shown_as_they_are_and_style_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "of[bold]them.json"
+    file.write_text(json.dumps({"[/a]": {"x[red]": [8, 0, 2, 2], "[/x]": [3, 3, 3, 3]}}))
+    result = run(file, "--ranks", 2, "--json", tmp_path / "[/b].json")
+    assert result.exit_code == 0, result.output
+    for shown in ("of[bold]them.json: 2 layers", "layers of [/a]", "x[red]", "[/x]", "[/b].json"):
+        assert shown in result.stdout
+
+
 def test_sticky_replicas_are_sent_once(tmp_path: Path) -> None:
     batch = [0] * 8 + [2] * 2 + [3] * 2
     np.save(tmp_path / "ids.npy", np.array(batch * 3, dtype=np.uint8)[:, None, None])
