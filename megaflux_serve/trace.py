@@ -259,7 +259,9 @@ def _read_json(path: Path) -> list[_Counts]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
         return list(_walk(path, document, ()))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, _RepeatedKey) as error:
+    except InputError:
+        raise
+    except (ValueError, RecursionError, _RepeatedKey) as error:  # ValueError: also of numbers with thousands of digits
         raise InputError(str(path), f"is not a complete JSON file ({error})", "one JSON list or object") from error
 
 

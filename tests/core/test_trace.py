@@ -133,6 +133,7 @@ BAD_TEXT = {
     "layer.json": ("[[]]", "0: is empty; allowed: at least one layer or expert"),
     "cut.json": ('{"0": [1, 2', "is not a complete JSON file"),
     "deep.json": ("[" * 100_000, "is not a complete JSON file"),
+    "digits.json": ("[[" + "1" * 5000 + "]]", "is not a complete JSON file"),
     "scalar.json": ("7", "is '7'; allowed: a list of counts, or an object expert -> count"),
     "negative.json": ('{"0": {"3": -1}}', "0: expert 3: count is -1; allowed: whole numbers from 0 to 2147483647"),
     "large.json": ("[[2147483648]]", "count is 2147483648; allowed: whole numbers from 0 to 2147483647"),
