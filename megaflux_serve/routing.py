@@ -123,7 +123,7 @@ def route_padding(topk_ids: Tensor) -> Tensor:
 
 def expert_counts(topk_ids: NDArray[Any], num_experts: int) -> CountArray:
     """int64 [E]: rows routed to each expert, from integer [M, k] ids in range."""
-    return np.bincount(topk_ids.reshape(-1), minlength=num_experts).astype(np.int64)
+    return np.bincount(topk_ids.reshape(-1).astype(np.int64, copy=False), minlength=num_experts).astype(np.int64)
 
 
 def check_counts(counts: ArrayLike, num_ranks: int, num_experts: int, source: str = "counts") -> CountArray:
