@@ -112,15 +112,16 @@ def _check(state: ExpertState, plan: TransferPlan, staging_bytes: int | None, gr
     found = (state.num_layers, state.num_slots * num_ranks, num_ranks)
     expected = (*placement.slots.shape, placement.num_ranks)
     facts: list[tuple[object, ...]] = [()] * num_ranks
-    dist.all_gather_object(facts, (found, state.signature(), plan.moves.tobytes(), staging_bytes), group=group)
-    for rank, (sizes, signature, moves, staging) in enumerate(facts):
+    slots = (plan.before.slots.tobytes(), plan.after.slots.tobytes())
+    dist.all_gather_object(facts, (found, state.signature(), slots, staging_bytes), group=group)
+    for rank, (sizes, signature, planned, staging) in enumerate(facts):
         if sizes != expected:
             raise InputError(
                 "state", f"of rank {rank} has layers, experts and ranks {sizes}", f"{expected}, as the plan"
             )
         if signature != facts[0][1]:
             raise InputError("state", f"of rank {rank} has other tensors than rank 0's", f"{facts[0][1]}")
-        if moves != facts[0][2]:
+        if planned != facts[0][2]:
             raise InputError("plan", f"of rank {rank} differs from rank 0's", "the same on every rank")
         if staging != facts[0][3]:
             raise InputError("staging_bytes", f"of rank {rank} is {staging}", f"{facts[0][3]}, as on rank 0")

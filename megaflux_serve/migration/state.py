@@ -38,10 +38,22 @@ class ExpertState:
 
         Raises:
             InputError: no tensors; names with other numbers of layers or slots; slots of a layer that differ; a tensor
-                that is not contiguous, so that it could not be written in place.
+                that is not contiguous or shares its memory with another, so that it could not be written in place; or
+                a gradient is there: it belongs to the expert that was in the slot, so migrate between
+                ``zero_grad(set_to_none=True)`` and the next backward pass.
         """
+        for name, layers in tensors.items():
+            for layer, stack in enumerate(layers):
+                for tensor in [stack] if isinstance(stack, Tensor) else stack:
+                    if tensor.is_leaf and tensor.grad is not None:
+                        raise InputError(
+                            f"{name}, layer {layer}", "has a gradient", "none: zero_grad(set_to_none=True)"
+                        )
         rows = {
-            name: [list(stack.detach().unbind(0)) if isinstance(stack, Tensor) else list(stack) for stack in layers]
+            name: [
+                list(stack.detach().unbind(0)) if isinstance(stack, Tensor) else [tensor.detach() for tensor in stack]
+                for stack in layers
+            ]
             for name, layers in tensors.items()
         }
         state = cls(rows)
@@ -52,27 +64,31 @@ class ExpertState:
     def of_parameters(
         cls, parameters: Mapping[str, Sequence[Tensor]], optimizer: torch.optim.Optimizer | None = None
     ) -> ExpertState:
-        """Stacked parameters, and every tensor of their shape that the optimizer keeps for them (Adam's moments, for
-        instance). What it keeps once a parameter, such as a step count, is the same for all experts and stays.
+        """Stacked parameters, and every stack [E/P, ...] that the optimizer keeps for them: Adam's moments, or what
+        Adafactor has by rows and columns. A single number, such as a step count, is the same for all experts and stays.
 
         Args:
             parameters: by name, a parameter [E/P, ...] a layer.
             optimizer: has stepped at least once, or holds nothing yet on every rank alike.
 
         Raises:
-            InputError: as ``of``; or a gradient is there: it belongs to the expert that was in the slot, so migrate
-                between ``zero_grad(set_to_none=True)`` and the next backward pass.
+            InputError: as ``of``; or the optimizer keeps a tensor that is neither a stack nor a single number.
         """
         tensors: dict[str, list[Stack]] = {}
         for name, layers in parameters.items():
             for layer, parameter in enumerate(layers):
-                if parameter.grad is not None:
-                    raise InputError(f"{name}, layer {layer}", "has a gradient", "none: zero_grad(set_to_none=True)")
                 tensors.setdefault(name, []).append(parameter)
                 kept = optimizer.state.get(parameter, {}) if optimizer is not None else {}
                 for key, value in kept.items():
-                    if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    if not isinstance(value, Tensor):
+                        continue
+                    if value.shape[:1] == parameter.shape[:1]:
                         tensors.setdefault(f"{name}.{key}", []).append(value)
+                    elif value.numel() != 1:
+                        came = f"is {list(value.shape)} for a parameter {list(parameter.shape)}"
+                        raise InputError(
+                            f"{name}.{key}, layer {layer}", came, f"[{parameter.shape[0]}, ...] or a number"
+                        )
         return cls.of(tensors)
 
     @property
@@ -113,14 +129,24 @@ class ExpertState:
                 if len(slots) != self.num_slots:
                     raise InputError(f"{name}, layer {layer}", f"has {len(slots)} slots", f"{self.num_slots}")
                 for index, tensor in enumerate(slots):
+                    where = f"{name}, layer {layer}, slot {index}"
                     if tensor.shape != slots[0].shape or tensor.dtype != slots[0].dtype:
                         came = f"is {tensor.dtype} {list(tensor.shape)}"
                         allowed = f"{slots[0].dtype} {list(slots[0].shape)}, as slot 0"
-                        raise InputError(f"{name}, layer {layer}, slot {index}", came, allowed)
+                        raise InputError(where, came, allowed)
                     if not tensor.is_contiguous():
-                        raise InputError(
-                            f"{name}, layer {layer}, slot {index}", "is not contiguous", "a contiguous tensor"
-                        )
+                        raise InputError(where, "is not contiguous", "a contiguous tensor")
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Every slot has memory of its own: what is expanded from one expert cannot hold another."""
+        taken: dict[int, str] = {}
+        for name, layers in self.rows.items():
+            for layer, slots in enumerate(layers):
+                for index, tensor in enumerate(slots):
+                    where = f"{name}, layer {layer}, slot {index}"
+                    if tensor.numel() and taken.setdefault(tensor.data_ptr(), where) != where:
+                        raise InputError(where, f"shares memory with {taken[tensor.data_ptr()]}", "memory of its own")
 
 
 __all__ = ["ExpertState", "Stack"]

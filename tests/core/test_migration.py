@@ -21,6 +21,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "scale": ((), torch.float32),
     "code": ((3,), torch.uint8),
 }
+ONES = torch.ones(2, 3)
 
 
 def contents(name: str, layer: int, expert: int) -> torch.Tensor:
@@ -93,6 +94,9 @@ def refuses_what_does_not_fit(group: dist.ProcessGroup) -> None:
     other = TransferPlan(before, shuffled(3, 2)) if rank == 2 else plan
     with pytest.raises(InputError, match="plan: of rank 2 differs from rank 0's"):
         migrate(state, other, group)
+    stays = TransferPlan(after, after) if rank == 2 else TransferPlan(before, before)  # no moves, yet not the same
+    with pytest.raises(InputError, match="plan: of rank 2 differs from rank 0's"):
+        migrate(state, stays, group)
     with pytest.raises(InputError, match="staging_bytes: of rank 1 is 9"):
         migrate(state, plan, group, 9 if rank == 1 else 10)
     with pytest.raises(CapacityError, match="allowed: at least"):
@@ -246,6 +250,32 @@ def test_what_an_optimizer_keeps_moves_with_its_parameters() -> None:
     assert (optimizer.state[parameters[1]]["exp_avg"][2] == 7.0).all()
 
 
+def test_what_an_optimizer_keeps_by_rows_and_columns_moves_too() -> None:
+    weight, bias = torch.nn.Parameter(torch.ones(4, 6, 5)), torch.nn.Parameter(torch.ones(4, 5))
+    optimizer = torch.optim.Adafactor([weight, bias])
+    (weight.sum() + bias.sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    state = ExpertState.of_parameters({"w": [weight]}, optimizer)
+    assert {name: list(layers[0][0].shape) for name, layers in state.rows.items()} == {
+        "w": [6, 5],
+        "w.row_var": [6, 1],
+        "w.col_var": [1, 5],
+    }
+    with pytest.raises(InputError, match=r"b.col_var, layer 0: is \[1, 5\] for a parameter \[4, 5\]; allowed: \[4, "):
+        ExpertState.of_parameters({"b": [bias]}, optimizer)  # its columns are means over all experts
+
+
+def test_parameters_of_single_experts_are_written_in_place() -> None:
+    experts = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    state = ExpertState.of({"w": [experts]})
+    state.slot(0, 1)[0].copy_(torch.zeros(3))
+    assert experts[1].sum() == 0
+    experts[0].sum().backward()
+    with pytest.raises(InputError, match="w, layer 0: has a gradient"):
+        ExpertState.of({"w": [experts]})
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
@@ -255,6 +285,8 @@ def test_what_an_optimizer_keeps_moves_with_its_parameters() -> None:
         ({"w": [torch.ones(2, 3), torch.ones(3, 3)]}, "w, layer 1: has 3 slots; allowed: 2"),
         ({"w": [[torch.ones(2), torch.ones(3)]]}, r"w, layer 0, slot 1: is torch.float32 \[3\]"),
         ({"w": [torch.ones(2, 3, 4).transpose(1, 2)]}, "w, layer 0, slot 0: is not contiguous"),
+        ({"w": [torch.ones(1, 3).expand(2, 3)]}, "w, layer 0, slot 1: shares memory with w, layer 0, slot 0"),
+        ({"w": [ONES], "v": [ONES]}, "v, layer 0, slot 0: shares memory with w, layer 0, slot 0"),
     ],
 )
 def test_tensors_that_cannot_move_are_refused(tensors: Any, message: str) -> None:
