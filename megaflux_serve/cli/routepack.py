@@ -249,7 +249,7 @@ def policy_table(policies: Sequence[PolicyReport]) -> Table:
             f"{100 * report.window_excess:.2f} %",
             f"{100 * report.row_local_excess:.2f} %",
             f"{report.rho:.3f}",
-            f"{100 * report.saved:.2f} %",
+            _percent(report.saved),
         )
     return table
 
@@ -268,10 +268,14 @@ def replay_table(
             str(plan_made.num_moved),
             str(plan_made.layout.num_rows),
             f"{100 * plan_made.excess_removed:.1f} %",
-            f"{100 * reports[-1].saved:.2f} %",
+            _percent(reports[-1].saved),
             f"{sum(plan_made.seconds.values()):.2f}",
         )
     return table
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.2f} %"
 
 
 def _options(
@@ -299,9 +303,10 @@ def _stages(stage: Sequence[str] | None, shape: str | None, capacity: int) -> tu
     if shape:
         try:
             layers, hidden, intermediate, width = (int(part) for part in shape.split(","))
+            return stages_from_shape(layers, hidden, intermediate, width, capacity)
         except ValueError as error:
-            raise ConfigError("--shape", shape, "four integers LAYERS,HIDDEN,INTERMEDIATE,ATTENTION_WIDTH") from error
-        return stages_from_shape(layers, hidden, intermediate, width, capacity)
+            allowed = "four integers of at least 1, LAYERS,HIDDEN,INTERMEDIATE,ATTENTION_WIDTH"
+            raise ConfigError("--shape", shape, allowed) from error
     return tuple(_stage(text) for text in stage or ())
 
 

@@ -28,7 +28,7 @@ def window_picture(demand: Demand, plan: WindowPlan, policies: Sequence[PolicyRe
         figure = new_figure(13, 3.6)
         loads, rows, bars = figure.subplots(1, 3)
         _draw_rank_loads(loads, demand, plan)
-        _draw_row_costs(rows, demand, plan)
+        _draw_row_costs(rows, demand, plan, with_base=policies[0].policy == "Base")
         _draw_policies(bars, policies, plan.bound.total)
         return png(figure)
 
@@ -37,14 +37,16 @@ def replay_picture(windows: Sequence[Sequence[PolicyReport]]) -> bytes:
     """Joint cost of every policy in every window, Base = 100 (Figure 14).
 
     Args:
-        windows: per window what ``compare_policies`` returned; policies that a window lacks leave a gap.
+        windows: per window what ``compare_policies`` returned; policies that a window lacks leave a gap, and so does a
+            window without Base.
     """
     names = list(dict.fromkeys(report.policy for reports in windows for report in reports))
     with styled():
         figure = new_figure(8, 3.6)
         axes = figure.subplots()
         for name in names:
-            costs = [next((100 * (1 - r.saved) for r in reports if r.policy == name), np.nan) for reports in windows]
+            saved = [next((r.saved for r in reports if r.policy == name), None) for reports in windows]
+            costs = [np.nan if share is None else 100 * (1 - share) for share in saved]
             axes.plot(range(1, len(windows) + 1), costs, marker="o", markersize=3, label=name)
         axes.set(xlabel="window", ylabel="joint cost, Base = 100")
         axes.set_title("Cost of every window")
@@ -63,12 +65,11 @@ def _draw_rank_loads(axes: Axes, demand: Demand, plan: WindowPlan) -> None:
     axes.legend()
 
 
-def _draw_row_costs(axes: Axes, demand: Demand, plan: WindowPlan) -> None:
-    base = dp_local_ffd(demand.lengths, plan.topology)
-    for placement, layout, label, colour in (
-        (plan.before, base, "Base", ORANGE),
-        (plan.placement, plan.layout, "RoutePack", BLUE),
-    ):
+def _draw_row_costs(axes: Axes, demand: Demand, plan: WindowPlan, with_base: bool) -> None:
+    schedules = [(plan.placement, plan.layout, "RoutePack", BLUE)]
+    if with_base:
+        schedules.insert(0, (plan.before, dp_local_ffd(demand.lengths, plan.topology), "Base", ORANGE))
+    for placement, layout, label, colour in schedules:
         costs = row_costs(_problem(demand, placement, plan), layout)
         order = np.argsort(-costs.joint.reshape(-1))
         axes.plot(costs.joint.reshape(-1)[order], color=colour, label=f"{label}, {layout.num_rows} rows")

@@ -35,7 +35,7 @@ class PolicyReport:
         dense, expert: sums over row-shards.
         window_excess, row_local_excess: expert excess of section 4.2, fractions of uniform EP work.
         rho: Eq. 19 in assignments.
-        saved: fraction of the first policy's primary cost that is saved.
+        saved: fraction of Base's primary cost that is saved; None where Base cannot schedule the window.
     """
 
     policy: str
@@ -48,7 +48,7 @@ class PolicyReport:
     window_excess: float
     row_local_excess: float
     rho: float
-    saved: float
+    saved: float | None
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values by field."""
@@ -58,11 +58,11 @@ class PolicyReport:
 def compare_policies(
     demand: Demand, plan: WindowPlan, options: PlanOptions, base: Placement | None = None
 ) -> list[PolicyReport]:
-    """Base and every other policy on the window of a plan; savings are against the first, Base.
+    """Base and every other policy on the window of a plan; savings are against Base.
 
     Base is DP-local FFD. Base, verl and slime keep the placement that the window found; Reroute keeps Base's rows under
     the repaired one; global FFD and RoutePack use both. A policy that cannot schedule this window (verl needs a
-    multiple of D) is left out.
+    multiple of D, Base as many trajectories for every slot as there are rows) is left out.
 
     Args:
         demand: the window.
@@ -92,6 +92,8 @@ def compare_policies(
             continue
         problem, rank_loads = tables[placement]
         reports.append(_report(policy, placement, problem, rank_loads, layout))
+    if reports[0].policy != "Base":
+        return reports
     return [replace(report, saved=1 - report.primary / reports[0].primary) for report in reports]
 
 
@@ -120,5 +122,5 @@ def _report(policy: str, placement: str, problem: Problem, rank_loads: Int64Arra
         window_excess=excess.window,
         row_local_excess=excess.row_local,
         rho=traffic(assignments, layout, topology).rho,
-        saved=0.0,
+        saved=None,
     )

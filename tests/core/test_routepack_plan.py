@@ -266,6 +266,27 @@ def test_policies_are_compared_against_base() -> None:
     assert reports[-1].dense + reports[-1].expert == pytest.approx(costs.joint.sum())
 
 
+def test_a_window_that_base_cannot_schedule_has_no_savings(tmp_path: Path) -> None:
+    # Groups of four go to two slots in turn: slot 0 has five full cells, slot 1 only four trajectories.
+    lengths = np.array([10] * 4 + [1] * 4 + [10])
+    counts = np.zeros((9, 1, 2), dtype=np.int64)
+    counts[:, 0, 0] = lengths
+    demand, topology = Demand.of(counts, lengths), Topology(2, 2, 10)
+    reports = compare_policies(demand, plan_window(demand, None, topology, OPTIONS), OPTIONS)
+    assert [(report.policy, report.saved) for report in reports] == [
+        ("slime", None),
+        ("Global FFD", None),
+        ("RoutePack", None),
+    ]
+    np.savez(tmp_path / "window.npz", counts=counts, lengths=lengths)
+    job = ["--ranks", "2", "--slots", "2", "--capacity", "10", "--stage", "a=1", "--proposals", "100"]
+    for command in ("plan", "replay"):
+        png = tmp_path / f"{command}.png"
+        result = CliRunner().invoke(app, [command, str(tmp_path / "window.npz"), *job, "--png", str(png)])
+        assert result.exit_code == 0, result.output
+        assert png.read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_saved_plan_comes_back_as_it_was(tmp_path: Path) -> None:
     plan = plan_window(window(40), None, TOPOLOGY, OPTIONS)
     save_plan(plan, tmp_path / "plan")
