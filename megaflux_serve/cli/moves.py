@@ -6,6 +6,7 @@ Parses, calls and prints.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from megaflux_serve.errors import ConfigError
 from megaflux_serve.migration import TransferPlan
 from megaflux_serve.routepack.files import load_plan
 
@@ -32,16 +34,19 @@ def moves(
     staging_gib: Annotated[
         float | None, typer.Option(help="What a rank may hold beside its slots, GiB; by default what a layer needs.")
     ] = None,
-    link_gbps: Annotated[float, typer.Option(help="What a rank receives from its peers, GB/s.", min=0.001)] = 50.0,
+    link_gbps: Annotated[float, typer.Option(help="What a rank receives from its peers, GB/s.")] = 50.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show what a plan moves: experts and bytes by rank, steps, memory beside the slots, and the time on the link.
 
     Example: megaflux routepack moves plan --hidden 2880 --intermediate 2880
     """
+    for name, value in (("parameter_bytes", parameter_bytes), ("staging_gib", staging_gib), ("link_gbps", link_gbps)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(name, value, "a finite number above 0")
     made = load_plan(plan)
     transfers = TransferPlan(made.before, made.placement)
-    expert_bytes = round(3 * hidden * intermediate * parameter_bytes)
+    expert_bytes = math.ceil(3 * hidden * intermediate * parameter_bytes)
     steps = transfers.steps(expert_bytes, None if staging_gib is None else int(staging_gib * GIB))
     found = traffic(transfers, expert_bytes) | {"steps": len(steps)}
     found["seconds_on_the_link"] = max(found["received_bytes"]) / (link_gbps * 1e9)

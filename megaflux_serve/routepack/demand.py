@@ -6,6 +6,8 @@ logical ids, dense layers are left out, and the layer axis is the order of the M
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,8 +97,10 @@ class Demand:
             InputError: wrong shapes, offsets that do not tile the rows, ids out of range, an expert twice in a token.
         """
         bounds = _whole_numbers(offsets, "offsets", 1).astype(np.int64, copy=False)
-        if experts.ndim != 3 or experts.dtype.kind not in "iu":
-            raise InputError("experts", f"is {experts.dtype} {experts.shape}", "integers [tokens, L, k]")
+        if experts.ndim != 3 or experts.dtype.kind not in "iu" or 0 in experts.shape[1:]:
+            raise InputError(
+                "experts", f"is {experts.dtype} {experts.shape}", "integers [tokens, L, k], L and k above 0"
+            )
         if bounds.size < 2 or bounds[0] != 0 or bounds[-1] != len(experts) or (np.diff(bounds) < 1).any():
             raise InputError("offsets", f"go from {bounds[:1]} to {bounds[-1:]}", f"0 to {len(experts)}, rising")
         real = (experts >= 0).all(axis=2)
@@ -121,27 +125,29 @@ class Demand:
         of a file count as many experts as their highest id needs, rounded up to a multiple of 8.
 
         Raises:
-            InputError: the file is missing or holds neither pair, or its arrays break ``of`` or ``from_routes``.
+            InputError: the file is missing, damaged or holds neither pair, or its arrays break ``of`` or
+                ``from_routes``.
             ConfigError: the store has no sealed window.
         """
         if path.is_dir():
             from megaflux_serve.capture.window import window_demand  # loads a codec, which files do without
 
             return cls.of(*window_demand(path))
-        if not path.is_file():
-            raise InputError(str(path), "is no file", "an .npz file of a window")
+        if not (path.is_file() and zipfile.is_zipfile(path)):
+            raise InputError(str(path), "is no .npz file", "an .npz file of a window")
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 found = {
                     name: arrays[name] for name in ("counts", "lengths", "experts", "offsets") if name in arrays.files
                 }
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
             raise InputError(str(path), f"cannot be read ({error})", "an .npz file without pickled objects") from error
         if {"counts", "lengths"} <= found.keys():
             return cls.of(found["counts"], found["lengths"])
         if {"experts", "offsets"} <= found.keys():
-            num_experts = -(-(int(found["experts"].max()) + 1) // 8) * 8
-            return cls.from_routes(found["experts"], found["offsets"], num_experts)
+            experts = found["experts"]
+            highest = int(experts.max(initial=0)) if experts.dtype.kind in "iu" else 0  # else refused by name
+            return cls.from_routes(experts, found["offsets"], -(-(highest + 1) // 8) * 8)
         raise InputError(str(path), f"holds {sorted(found)}", "counts and lengths, or experts and offsets")
 
     @property

@@ -64,11 +64,16 @@ def load_plan(folder: Path) -> WindowPlan:
     source = folder / "plan.json"
     try:
         stored = json.loads(source.read_bytes())
-        version = stored["version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(str(source), f"cannot be read ({error})", "a plan written by this library") from error
-    if version != VERSION:
-        raise InputError(str(source), f"has version {version}", f"version {VERSION}")
+        if stored["version"] != VERSION:
+            raise InputError(str(source), f"has version {stored['version']}", f"version {VERSION}")
+        return _plan_of(stored, folder)
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(str(source), f"cannot be read ({error!r})", "a plan written by this library") from error
+
+
+def _plan_of(stored: dict[str, Any], folder: Path) -> WindowPlan:
     tables = {name: _read_table(folder / name, digest) for name, digest in stored["tables"].items()}
     topology = Topology(**stored["topology"])
     cost = stored["cost"]

@@ -129,8 +129,8 @@ def plan_window(
         A plan whose layout is legal and scores no worse than global FFD with the same rows.
 
     Raises:
-        InputError: naming what is wrong with the window: NaN, negative or fractional entries, layers that disagree, a
-            trajectory longer than a cell, fewer trajectories than cells, or a placement of another shape.
+        InputError: naming what is wrong with the window: NaN, negative or fractional entries, layers that disagree, no
+            routed row, a trajectory longer than a cell, fewer trajectories than cells, or a placement of another shape.
         ConfigError: naming the option that is out of range.
         UnsupportedError: a row's work does not fit 32 bits.
     """
@@ -148,6 +148,8 @@ def plan_window(
     elif before.num_ranks != topology.num_ranks:
         raise InputError("placement", f"is for {before.num_ranks} ranks", f"the topology's {topology.num_ranks}")
     loads = window.expert_loads()
+    if not loads.any():
+        raise InputError("demand", "routes no rows", "at least one trajectory with routed rows")
     placement = repair_placement(loads, before, options.placement)  # step 2
     rank_loads = placement.rank_loads(loads)
     clock.done("place")

@@ -108,7 +108,20 @@ def stages_from_shape(
         intermediate: I, width of one expert.
         attention_width: query heads times head width.
         capacity: C, tokens of a cell.
+
+    Raises:
+        ConfigError: naming the first of them below 1.
     """
+    sizes = {
+        "num_layers": num_layers,
+        "hidden": hidden,
+        "intermediate": intermediate,
+        "attention_width": attention_width,
+        "capacity": capacity,
+    }
+    for name, value in sizes.items():
+        if value < 1:
+            raise ConfigError(name, value, "an integer of at least 1")
     row = 6 * hidden * intermediate
     projections = 8 * hidden * attention_width
     pairs = 2 * attention_width

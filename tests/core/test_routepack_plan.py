@@ -152,6 +152,7 @@ def test_extra_terms_only_add_cost() -> None:
         ),
         (lambda c, t: (c[:3], t[:3]), "lengths: 3 trajectories cannot fill"),
         (lambda c, t: (c.astype(str), t), "demand: has dtype"),
+        (lambda c, t: (c * 0, t), "demand: routes no rows"),
     ],
 )
 def test_a_bad_window_is_refused_by_name(
@@ -191,6 +192,7 @@ def test_routes_are_counted_and_filler_is_dropped() -> None:
         ([[[0, 4]]], [0, 1], "holds expert 4"),
         ([[[0, 1]]], [0, 2], "offsets"),
         ([[0, 1]], [0, 1], "experts"),
+        ([[[]]], [0, 1], r"experts: is int16 \(1, 1, 0\)"),
     ],
 )
 def test_routes_that_no_router_makes_are_refused(experts: list[object], offsets: list[int], message: str) -> None:
@@ -314,6 +316,18 @@ def test_a_damaged_plan_is_refused_by_file(tmp_path: Path) -> None:
         load_plan(folder)
     with pytest.raises(InputError, match=r"plan\.json"):
         load_plan(tmp_path / "nowhere")
+    for damaged in (
+        {name: value for name, value in stored.items() if name != "tables"},
+        stored | {"tables": {}},
+        stored | {"tables": []},
+        stored | {"score": None},
+        stored | {"topology": stored["topology"] | {"num_slots": "4"}},
+        stored | {"cost": stored["cost"] | {"stages": [{"name": "attention"}]}},
+    ):
+        save_plan(plan_window(window(40), None, TOPOLOGY, OPTIONS), tmp_path / str(id(damaged)))
+        (tmp_path / str(id(damaged)) / "plan.json").write_text(json.dumps(damaged))
+        with pytest.raises(InputError, match=r"plan\.json: cannot be read"):
+            load_plan(tmp_path / str(id(damaged)))
 
 
 @pytest.fixture
@@ -351,6 +365,10 @@ def test_the_command_line_says_what_a_plan_moves(tmp_path: Path, window_file: Pa
     assert "the largest layer needs" in shown
     refused = run.invoke(app, [*shape, "--staging-gib", "0.00001"])
     assert "staging_bytes = 10737: layer" in str(refused.exception)
+    for option in ("--parameter-bytes", "--staging-gib", "--link-gbps"):
+        for value in ("0.0", "nan", "inf"):
+            refused = run.invoke(app, [*shape, option, value])
+            assert f"{option} = {value} is not allowed; allowed: a finite number above 0" in str(refused.exception)
 
 
 def test_the_command_replays_and_compares(window_file: Path, tmp_path: Path) -> None:
@@ -369,6 +387,7 @@ def test_the_command_replays_and_compares(window_file: Path, tmp_path: Path) -> 
     [
         (["--stage", "attention"], "--stage"),
         (["--shape", "1,2,3,4"], "--stage"),
+        (["--stage", "attention=nan"], "--stage = 'attention=nan'"),
         (["--slots", "3", "--shards", "2"], "--shards = 2"),
         (["--ranks", "5"], "--ranks = 5"),
         (["--out", "/dev/null/plan"], "--out = '/dev/null/plan'"),
@@ -380,6 +399,39 @@ def test_the_command_refuses_by_name(window_file: Path, change: list[str], messa
     result = CliRunner().invoke(app, ["plan", str(window_file), *JOB, *change])
     assert isinstance(result.exception, MegafluxError)
     assert message in str(result.exception)
+
+
+def test_a_shape_without_width_is_refused_by_name(window_file: Path) -> None:
+    job = ["--ranks", "4", "--slots", "4", "--capacity", "300", "--shape", "24,2880,0,4096"]
+    result = CliRunner().invoke(app, ["plan", str(window_file), *job])
+    assert isinstance(result.exception, ConfigError)
+    assert "--shape = '24,2880,0,4096' is not allowed; allowed: four integers of at least 1" in str(result.exception)
+
+
+def test_a_damaged_window_file_is_refused_or_read_as_it_was(tmp_path: Path) -> None:
+    demand, path = window(16), tmp_path / "window.npz"
+    np.savez_compressed(path, counts=demand.counts, lengths=demand.lengths)
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 5):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
+        try:
+            read = Demand.load(path)
+        except InputError as error:
+            assert "window.npz" in str(error)  # noqa: PT017
+        else:
+            assert np.array_equal(read.counts, demand.counts)
+            assert np.array_equal(read.lengths, demand.lengths)
+    for size in (0, len(whole) // 2):
+        path.write_bytes(whole[:size])
+        with pytest.raises(InputError, match=r"window\.npz: is no \.npz file"):
+            Demand.load(path)
+    np.save(tmp_path / "array.npy", demand.counts)
+    with pytest.raises(InputError, match=r"array\.npy: is no \.npz file"):
+        Demand.load(tmp_path / "array.npy")
+    for shape in ((0, 1, 2), (4, 0, 2), (4, 2, 0)):
+        np.savez(path, experts=np.zeros(shape, np.int16), offsets=[0, shape[0]])
+        with pytest.raises(InputError, match=r"experts|offsets"):
+            Demand.load(path)
 
 
 def test_a_window_file_that_is_none_is_refused(tmp_path: Path) -> None:
