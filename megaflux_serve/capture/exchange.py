@@ -125,6 +125,23 @@ def from_verl(batch: Mapping[str, NDArray[Any]]) -> Iterator[Int64Array]:
         yield found
 
 
+def verl_prompt_tokens(batch: Mapping[str, NDArray[Any]]) -> Int64Array:
+    """Prompt length int64 [N] of each row of verl's own batch: the tokens below its ``prompts`` [N, P], padded left.
+
+    Raises:
+        InputError: ``prompts`` and ``attention_mask`` do not fit.
+    """
+    shape, attention = batch["prompts"].shape, batch["attention_mask"]
+    if len(shape) != 2 or shape[0] != len(attention) or not 0 < shape[1] <= attention.shape[1]:
+        raise InputError("prompts", f"is {list(shape)}", f"[N, P] of an attention_mask {list(attention.shape)}")
+    tokens = attention[:, : shape[1]] != 0
+    if not tokens[:, -1].all():
+        row, column = int(tokens[:, -1].argmin()), shape[1] - 1
+        raise InputError("attention_mask", f"row {row} has no token in column {column}", "prompts padded on the left")
+    lengths: Int64Array = np.count_nonzero(tokens, axis=1)
+    return lengths
+
+
 def to_router_replay(records: Sequence[ReplayRecord]) -> list[Int64Array]:
     """What Megatron-core's ``RouterReplay.set_replay_data`` takes: L times int64 [tokens, k], record after record.
 
@@ -270,5 +287,6 @@ __all__ = [
     "to_router_replay",
     "to_slime",
     "to_verl",
+    "verl_prompt_tokens",
     "write_router_trace",
 ]

@@ -14,6 +14,8 @@ objects.
 ``npy``            read only: ``.npy`` responses of an engine, one a request, or a folder of them
 =================  ==============================================================================================
 
+A batch of verl's own, with its ``prompts`` [N, P], says how long each prompt is.
+
 Every ``.npz`` has ``ids``, ``prompt_tokens``, ``output_tokens`` and the records' labels as arrays [N].
 """
 
@@ -36,6 +38,7 @@ from megaflux_serve.capture.exchange import (
     to_router_replay,
     to_slime,
     to_verl,
+    verl_prompt_tokens,
     write_router_trace,
 )
 from megaflux_serve.capture.frame import LABELS
@@ -136,6 +139,8 @@ def _requests(path: Path, form: str, model: ModelShape) -> Iterator[tuple[str, N
     else:
         arrays = _load(path)
         parts = list(from_verl(arrays) if form == "verl" else _slices(arrays, path))
+        if form == "verl" and "prompts" in arrays:
+            arrays["prompt_tokens"] = verl_prompt_tokens(arrays)
         columns = _columns(arrays, len(parts), path)
         for i, routes in enumerate(parts):
             known = {name: values[i] for name, values in columns.items()}

@@ -274,6 +274,24 @@ def test_a_file_of_another_form_comes_back_as_the_records_it_was_made_of(form: s
         assert np.array_equal(found.expert_ids(), wanted.expert_ids())
 
 
+def test_a_batch_of_verls_own_says_how_long_each_prompt_is(tmp_path: Path) -> None:
+    records = [record(1, 3, 4), record(2, 5, 1), record(3, 1, 0)]
+    batch = to_verl(records, prompt_length=6, response_length=5)
+    del batch["routes_mask"]
+    np.savez(tmp_path / "batch.npz", prompts=np.zeros((3, 6), dtype=np.int64), **batch)
+    again = list(import_records(tmp_path / "batch.npz", "verl", MODEL))
+    assert [(found.prompt_tokens, found.output_tokens) for found in again] == [(3, 4), (5, 1), (1, 0)]
+    for found, wanted in zip(again, records, strict=True):
+        assert np.array_equal(found.routes, wanted.routes)
+    for shape, said in (
+        ((2, 6), r"prompts: is \[2, 6\]; allowed: \[N, P\] of an attention_mask \[3, 11\]"),
+        ((3, 7), "attention_mask: row 2 has no token in column 6; allowed: prompts padded on the left"),
+    ):
+        np.savez(tmp_path / "batch.npz", prompts=np.zeros(shape, dtype=np.int64), **batch)
+        with pytest.raises(InputError, match=said):
+            list(import_records(tmp_path / "batch.npz", "verl", MODEL))
+
+
 def test_replay_tensors_of_all_layers_lie_in_one_file(tmp_path: Path) -> None:
     records = [record(1, 3, 4, (1,)), record(2, 5, 1)]
     export_records(records, "router-replay", tmp_path / "routes.npz")
