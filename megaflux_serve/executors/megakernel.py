@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megaflux_kernels.forward import ForwardConfig
 from megaflux_kernels.forward_buffers import ForwardBuffers, ForwardLayer, WeightPool
 from megaflux_kernels.forward_map import ForwardMap, WeightMap
-from megaflux_kernels.layout import STALE, Header
+from megaflux_kernels.layout import MAX_BLOCKS, STALE, Header
 from megaflux_kernels.planner_buffers import LaunchOptions, PlannerBuffers, WorkTables, launch_planner
 from megaflux_kernels.planner_map import PlannerMap
 from megaflux_kernels.symmetric import SymmetricMemory, local_ranks
@@ -35,6 +35,7 @@ from megaflux_serve.errors import CapacityError, InputError, PeerTimeoutError, U
 from megaflux_serve.executors.device import DeviceExecutor, DeviceLayer, MemoryUse
 from megaflux_serve.executors.kernels import LayerKernels
 from megaflux_serve.executors.limits import kernel_limits, layer_shape
+from megaflux_serve.planning.gate import GateCosts
 from megaflux_serve.planning.plan import ReplicaPlan
 from megaflux_serve.planning.totals import totals_map
 from megaflux_serve.routing import RoutingBatch
@@ -338,6 +339,8 @@ def launch_options(config: MegaFluxConfig) -> LaunchOptions:
     gate = config.gate_costs
     if gate is None:
         return LaunchOptions(config.transfer_cost_blocks, config.reduction_penalty)
+    if gate.block_ns == 0:  # no plan can save anything, but 0 would leave the device's gate out
+        gate = GateCosts(block_ns=1, replica_ns=0, plan_ns=MAX_BLOCKS, hidden_permille=0)
     return LaunchOptions(
         *(config.transfer_cost_blocks, config.reduction_penalty),
         *(gate.block_ns, gate.replica_ns, gate.plan_ns, gate.hidden_permille),
