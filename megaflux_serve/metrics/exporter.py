@@ -46,7 +46,7 @@ class LayerCollector(Collector):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._recent = RecentRows()
+        self._recent, self._differences = RecentRows(), Differences()
 
     def describe(self) -> Iterable[Family]:
         """Families without samples: prometheus-client then registers the collector without collecting."""
@@ -57,7 +57,7 @@ class LayerCollector(Collector):
         for snapshot in read_snapshots(self.folder):
             add_worker(families, snapshot)
             if snapshot.worker.rank == 0:
-                add_layers(families, snapshot, self._recent)
+                add_layers(families, snapshot, self._recent, self._differences)
         yield from families.families()
 
 
@@ -115,13 +115,13 @@ def add_worker(families: Families, snapshot: Snapshot) -> None:
     )
 
 
-def add_layers(families: Families, snapshot: Snapshot, recent: RecentRows) -> None:
+def add_layers(families: Families, snapshot: Snapshot, recent: RecentRows, differences: Differences) -> None:
     """Plan-wide series, of rank 0's snapshot."""
     server = snapshot.worker.engine, snapshot.worker.model
     layers = [regions_of(snapshot, index) for index in range(len(snapshot.layers))]
     names = layer_labels([layer.name for layer in snapshot.layers])
     for info, name, regions in zip(snapshot.layers, names, layers, strict=True):
-        add_layer(families, (*server, name), info, regions)
+        add_layer(families, (*server, name), info, regions, differences)
         hottest = recent.hottest(name, regions["expert_rows"], snapshot.time)
         for expert in hottest:
             labels = (*server, name, expert, info.home_rank[expert])
@@ -133,7 +133,9 @@ def add_layers(families: Families, snapshot: Snapshot, recent: RecentRows) -> No
         add_histogram_of_layers(families, metric, (*server, *end), layers, total.name.lower(), total, 1e3)
 
 
-def add_layer(families: Families, labels: tuple[str, ...], info: LayerInfo, regions: Regions) -> None:
+def add_layer(
+    families: Families, labels: tuple[str, ...], info: LayerInfo, regions: Regions, differences: Differences
+) -> None:
     """Counters of one layer."""
     sums, num_ranks = regions["sums"], len(regions["loads"])
     value = {total: int(sums[total]) for total in Total if total is not Total.SIZE}
@@ -152,9 +154,14 @@ def add_layer(families: Families, labels: tuple[str, ...], info: LayerInfo, regi
     for rank in range(num_ranks):
         families.add(catalogue.RANK_BLOCKS, (*labels, rank, "fixed"), int(regions["fixed_loads"][rank]))
         families.add(catalogue.RANK_BLOCKS, (*labels, rank, "planned"), int(regions["loads"][rank]))
-    families.add(catalogue.REPLICAS, (*labels, "resident"), value[Total.REPLICAS] - value[Total.TRANSFERS])
+    resident, others = differences.counted(
+        labels,
+        value[Total.BATCHES],
+        value[Total.REPLICAS] - value[Total.TRANSFERS],
+        value[Total.BATCHES] - value[Total.REPLICATED] - value[Total.REFUSED],
+    )
+    families.add(catalogue.REPLICAS, (*labels, "resident"), resident)
     families.add(catalogue.REPLICAS, (*labels, "copied"), value[Total.TRANSFERS])
-    others = value[Total.BATCHES] - value[Total.REPLICATED] - value[Total.REFUSED]
     has_slots = info.num_replica_slots > 0
     for decision, batches in (
         ("replicated", value[Total.REPLICATED]),
@@ -192,6 +199,32 @@ def layer_labels(names: Sequence[str]) -> list[str]:
     numbers = [re.search(r"\.(\d+)(?:\.|$)", name) for name in names]
     labels = [number[1] if number else name for number, name in zip(numbers, names, strict=True)]
     return labels if len(set(labels)) == len(labels) else list(names)
+
+
+class Differences:
+    """Counters that are differences of totals, kept from falling.
+
+    Totals are copied while a batch is added to them, so one may hold a batch that another does not hold yet. A
+    difference of the two is then too large or too small until the next copy, and a counter that falls would be taken
+    for one of a new process, with all that it holds as its gain.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, ...], tuple[int, ...]] = {}
+
+    def counted(self, layer: tuple[str, ...], batches: int, *values: int) -> tuple[int, ...]:
+        """The values, each at least 0 and what it was, unless the layer's worker was started anew.
+
+        Args:
+            layer: the layer's labels.
+            batches: that the layer has served, which tells of a new start.
+            values: the differences.
+        """
+        before = self._last.get(layer, ())
+        if not before or batches < before[0]:
+            before = (0,) * (1 + len(values))
+        self._last[layer] = last = (batches, *map(max, values, before[1:]))
+        return last[1:]
 
 
 class RecentRows:

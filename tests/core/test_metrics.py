@@ -13,6 +13,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from megaflux_kernels.totals_map import Total
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
@@ -31,6 +32,7 @@ from megaflux_serve.metrics.snapshot import FOLDER_VARIABLE, Snapshot, Worker, r
 from megaflux_serve.metrics.textfile import add_to_textfile
 from megaflux_serve.migration import MigrationReport
 from megaflux_serve.planning.gate import GateCosts
+from megaflux_serve.planning.totals import totals_map
 from megaflux_serve.routepack import PlanOptions, SearchOptions, Topology, plan_window
 from megaflux_serve.workspace import Workspace, replica_bytes
 from tests.core.moe_cases import make_case
@@ -279,6 +281,34 @@ def test_the_hottest_experts_are_those_of_the_last_minutes() -> None:
         rows = rows + np.eye(20, dtype=np.int64)[2] * 5
         hottest = recent.hottest("3", rows, minute * LATELY_S)
     assert hottest == [2]
+
+
+def test_counters_do_not_fall_where_a_copy_of_the_totals_holds_half_a_batch(tmp_path: Path) -> None:
+    snapshot, registry = served()[0].snapshot(), CollectorRegistry()
+    registry.register(LayerCollector(tmp_path))
+
+    def shown(**changes: int) -> tuple[float, float]:
+        """Resident replicas and batches without any of a server whose totals are these."""
+        words = [totals.copy() for totals in snapshot.totals]
+        sums = totals_map(WORKER.num_ranks, len(snapshot.layers[0].home_rank)).split(words[0])["sums"]
+        for name, value in changes.items():
+            sums[Total[name]] = value
+        replace(snapshot, totals=words).write(tmp_path)
+        generate_latest(registry)
+        layer = {"engine": "vllm", "model": "tiny", "layer": "3"}
+        resident = registry.get_sample_value("megaflux_replicas_total", layer | {"weights": "resident"})
+        others = registry.get_sample_value("megaflux_plan_decisions_total", layer | {"decision": "not_needed"})
+        assert resident is not None
+        assert others is not None
+        return resident, others
+
+    whole = {"BATCHES": 10, "REPLICAS": 20, "TRANSFERS": 8, "REPLICATED": 9, "REFUSED": 0}
+    assert shown(**whole) == (12, 1)
+    assert shown(**whole | {"BATCHES": 11, "REPLICAS": 25}) == (17, 2)  # the rest of the batch is not there yet
+    assert shown(**whole | {"BATCHES": 11, "REPLICAS": 25, "TRANSFERS": 11, "REPLICATED": 10}) == (17, 2)
+    assert shown(**whole | {"BATCHES": 13, "REPLICAS": 31, "TRANSFERS": 12, "REPLICATED": 10}) == (19, 3)
+    started_anew = {"BATCHES": 1, "REPLICAS": 2, "TRANSFERS": 3, "REPLICATED": 1}
+    assert shown(**started_anew) == (0, 0)
 
 
 def test_the_hottest_experts_of_a_worker_that_started_anew_are_those_since_its_start() -> None:
