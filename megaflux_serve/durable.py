@@ -72,12 +72,9 @@ def make_folder(folder: Path) -> None:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the exclusive lock of an empty file, which is made; a killed process lets go of it."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
+    with path.open("ab") as file:  # no bare descriptor: an interrupt at any place closes it
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(file)
 
 
 def write_all(file: int, data: bytes) -> None:
