@@ -110,7 +110,7 @@ def import_torch() -> tuple[Any, str | None]:
     try:
         return importlib.import_module("torch"), None
     except (ImportError, OSError, RuntimeError) as error:  # a missing or mismatched shared library
-        return None, str(error).splitlines()[0]
+        return None, (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def probe_gpus(torch: Any) -> tuple[tuple[Gpu, ...], bool | None]:

@@ -203,3 +203,20 @@ def test_version_ranges_are_those_of_the_project_file() -> None:
         assert f'"{engine}>={first},<{beyond}"' in project
     assert set(re.findall(r"nvidia-cutlass-dsl==([\d.]+)", project)) == {verdicts.DSL_VERSION}
     assert 'requires-python = ">={},<{}"'.format(*verdicts.PYTHON_VERSIONS) in project
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError("libcudart.so.13: cannot open\nsecond line"), "libcudart.so.13: cannot open"),
+        (RuntimeError(), "RuntimeError"),
+    ],
+)
+def test_a_torch_that_does_not_load_is_told_in_one_line(
+    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(machine.importlib, "import_module", fail)
+    assert machine.import_torch() == (None, told)
