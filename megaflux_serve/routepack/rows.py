@@ -131,7 +131,7 @@ def pack_into(lengths: Int64Array, capacity: int, num_bins: int) -> Int32Array |
 def _fill_bins(lengths: Int64Array, keys: FloatArray, capacity: int, num_bins: int) -> Int32Array:
     """Fill ``num_bins`` bins: the first free trajectory by descending key, then the single one or the pair that leaves
     the smallest slack, until none fits. Trajectories left over keep -1."""
-    order = np.argsort(-keys, kind="mergesort")
+    order, free = np.argsort(-keys, kind="mergesort"), np.argsort(lengths, kind="mergesort")
     bins = np.full(lengths.size, -1, dtype=np.int32)
     for b in range(num_bins):
         room = capacity
@@ -140,20 +140,25 @@ def _fill_bins(lengths: Int64Array, keys: FloatArray, capacity: int, num_bins: i
                 bins[i] = b
                 room -= lengths[i]
                 break
+        free = free[bins[free] < 0]
         while True:
             best, first, second = 0, -1, -1
-            for a in range(order.size):
-                i = order[a]
-                if bins[i] >= 0 or lengths[i] > room:
-                    continue
-                if lengths[i] > best:
-                    best, first, second = lengths[i], i, -1
-                if best == room:
-                    break
-                for c in range(a + 1, order.size):
-                    j = order[c]
-                    if bins[j] < 0 and best < lengths[i] + lengths[j] <= room:
-                        best, first, second = lengths[i] + lengths[j], i, j
+            low, high = 0, free.size - 1  # from both ends: a pair that fits grows, one that does not shrinks
+            while low <= high:
+                i, j = free[low], free[high]
+                if bins[i] >= 0:
+                    low += 1
+                elif bins[j] >= 0 or lengths[j] > room:
+                    high -= 1
+                else:
+                    if lengths[j] > best:
+                        best, first, second = lengths[j], j, -1
+                    if low == high or lengths[i] + lengths[j] > room:
+                        high -= 1
+                    else:
+                        if lengths[i] + lengths[j] > best:
+                            best, first, second = lengths[i] + lengths[j], j, i
+                        low += 1
             if first < 0:
                 break
             bins[first] = b

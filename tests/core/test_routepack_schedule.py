@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaflux_serve.errors import ConfigError, InputError, UnsupportedError
-from megaflux_serve.routepack import anneal
+from megaflux_serve.routepack import anneal, rows
 from megaflux_serve.routepack.anneal import Tables, run_chain
 from megaflux_serve.routepack.baselines import (
     dp_local_ffd,
@@ -237,6 +237,33 @@ def test_the_stronger_packing_saves_a_row_that_first_fit_decreasing_needs() -> N
     assert first_fit_decreasing(lengths, 100).max() + 1 == 3
     choice = choose_rows(lengths, Topology(2, 2, 100))
     assert (choice.num_rows, choice.certified) == (1, True)
+
+
+def slow_fill(lengths: list[int], capacity: int, num_bins: int) -> list[int]:
+    """Bins filled one after another: the longest left, then the single one or pair of all that leaves least."""
+    bins = [-1] * len(lengths)
+    for b in range(num_bins):
+        room, chosen = (
+            capacity,
+            [max((i for i in range(len(bins)) if bins[i] < 0), key=lengths.__getitem__, default=-1)],
+        )
+        while chosen and chosen != [-1]:
+            for i in chosen:
+                bins[i] = b
+                room -= lengths[i]
+            left = [i for i in range(len(bins)) if bins[i] < 0]
+            every = [[i] for i in left] + [[i, j] for i in left for j in left if i < j]
+            fitting = [some for some in every if sum(lengths[i] for i in some) <= room]
+            chosen = max(fitting, key=lambda some: sum(lengths[i] for i in some), default=[])
+    return bins
+
+
+def test_the_stronger_packing_fills_a_bin_with_the_best_of_all_pairs() -> None:
+    rng = np.random.default_rng(0)
+    for size in (1, 2, 3, 7, 16, 16, 24):
+        lengths = rng.integers(1, 10**6, size=size)  # no two subsets alike
+        found = rows._fill_bins(lengths, lengths.astype(np.float64), 10**6, 5)
+        assert found.tolist() == slow_fill(lengths.tolist(), 10**6, 5)
 
 
 def test_pairing_separates_cells_that_load_the_same_rank() -> None:
