@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -56,6 +57,15 @@ def compile_kernels(program: str, folder: Path, arch: str = "sm_90a") -> list[Co
         ptx = path.with_suffix(".ptx").read_text()
         kernels.append(CompiledKernel(ptx, attributes[REGISTERS], attributes.get(FRAME_SIZE, 0), done.stdout))
     return kernels
+
+
+def compared_flags(ptx: str, scope: str) -> tuple[int, list[str]]:
+    """Flags that a kernel reads with acquire order at a scope, and those of them that it compares as they are.
+
+    A flag holds a launch number, which wraps: right is the sign of a difference.
+    """
+    flags = set(re.findall(rf"ld\.acquire\.{scope}\.global\.b32\s+(%r\d+),", ptx))
+    return len(flags), sorted(flag for flag in flags if re.search(rf"setp[^;]*{flag}\b", ptx))
 
 
 def kernel_attributes(cubin: bytes) -> dict[int, int]:

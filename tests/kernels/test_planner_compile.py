@@ -10,7 +10,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from megaflux_kernels.layout import MAX_SHARED_BYTES
 
-from tests.kernels.cubin import compile_kernels
+from tests.kernels.cubin import compared_flags, compile_kernels
 
 REGISTERS = 128
 """A block of 256 threads can have 255 each; half of that leaves room for a second block on the multiprocessor."""
@@ -57,3 +57,7 @@ def test_planner_kernels_compile_without_spills_and_fit_an_sm(name, tmp_path):
     for instruction in ("st.release.sys", "ld.acquire.sys", "ld.acquire.gpu", "match.any.sync", "%globaltimer"):
         assert instruction in planner.ptx
     assert "redux.sync" in plans.ptx or shape[2] == 0
+    for scope, at_least in (("sys", 1), ("gpu", 3)):  # counts; histograms twice, plan
+        num_flags, compared = compared_flags(planner.ptx, scope)
+        assert num_flags >= at_least
+        assert compared == []
