@@ -1,8 +1,7 @@
 """Routes in the forms that training frameworks take, and back: verl, slime, miles, Megatron-core, engine responses.
 
-Decides shapes, dtypes and what stands where there are no routes; docs/capture.md has the table. Knows no store. A row
-without routes never becomes one that looks like routes: it is -1 where the framework knows -1, and refused elsewhere.
-``RouterReplay`` alone, which needs an expert for every token, gets the routes of a neighbour.
+Decides shapes, dtypes and places; docs/capture.md has the table. Knows no store. A row without routes is refused in
+every form, since each framework would send its token somewhere; where a form has one, the import keeps it as such.
 
 A route array has an entry for every layer of the model, dense ones included, except Megatron's, which has one for each
 router. A request of n tokens has n - 1 rows.
@@ -31,21 +30,14 @@ STAGE, BLOCK = "pre_dispatch", "decoder"
 """What Megatron's trace calls the router of an ordinary layer; multi-token prediction layers are another block."""
 
 
-def to_slime(record: ReplayRecord) -> Int32Array:
-    """``rollout_routed_experts`` of a slime sample: int32 [n - 1, layers, k].
+def to_rollout(record: ReplayRecord, framework: str) -> Int32Array:
+    """``rollout_routed_experts`` of a sample of ``framework``, slime or miles: int32 [n - 1, layers, k].
 
     Raises:
-        InputError: a row has no routes; slime would take any filler for routes.
+        InputError: a row has no routes. slime would take any filler for routes, and miles sends the -1 with which it
+            pads to experts 0 to k - 1.
     """
-    _check_every_row(record, "slime")
-    return record.expert_ids(np.int32, all_layers=True)
-
-
-def to_miles(record: ReplayRecord) -> Int32Array:
-    """``rollout_routed_experts`` of a miles sample: int32 [n - 1, layers, k], -1 in rows without routes.
-
-    That is what miles pads with; it sends such a row to experts 0 to k - 1.
-    """
+    _check_every_row(record, framework)
     return record.expert_ids(np.int32, all_layers=True)
 
 
@@ -145,22 +137,20 @@ def verl_prompt_tokens(batch: Mapping[str, NDArray[Any]]) -> Int64Array:
 def to_router_replay(records: Sequence[ReplayRecord]) -> list[Int64Array]:
     """What Megatron-core's ``RouterReplay.set_replay_data`` takes: L times int64 [tokens, k], record after record.
 
-    Training forwards all n tokens of a request, so its last one gets a row too, as does a row without routes. Each
-    takes the routes of the nearest row before it that has some, or else of the first after it: that loads no expert
-    which its text does not load, and above all not expert 0. The loss does not see the last token's output.
+    Training forwards all n tokens of a request, so its last one gets a row too: the routes of the token before it,
+    which load no expert that its text does not load. The loss does not see the last token's output.
 
     Raises:
-        InputError: no records, or a record without any routes.
+        InputError: no records, a record of one token, or a row without routes.
     """
     if not records:
         raise InputError("records", "there are none", "at least one record")
     parts = []
     for record in records:
-        if not record.valid.any():
-            raise InputError(f"record {record.id!r}", "has no row with routes", "at least one row with routes")
-        rows = np.where(record.valid, np.arange(len(record.valid)), -1)
-        source = np.maximum(np.maximum.accumulate(np.append(rows, -1)), int(record.valid.argmax()))
-        parts.append(record.routes[source].astype(np.int64))
+        _check_every_row(record, "RouterReplay")
+        if not len(record.routes):
+            raise InputError(f"record {record.id!r}", "has one token and so no routes", "two tokens or more")
+        parts.append(np.concatenate([record.routes, record.routes[-1:]]).astype(np.int64))
     packed = np.concatenate(parts)
     return [np.ascontiguousarray(packed[:, layer]) for layer in range(packed.shape[1])]
 
@@ -283,9 +273,8 @@ __all__ = [
     "decode_response",
     "from_verl",
     "read_router_trace",
-    "to_miles",
+    "to_rollout",
     "to_router_replay",
-    "to_slime",
     "to_verl",
     "verl_prompt_tokens",
     "write_router_trace",

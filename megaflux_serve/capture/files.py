@@ -34,9 +34,8 @@ from megaflux_serve.capture.exchange import (
     decode_response,
     from_verl,
     read_router_trace,
-    to_miles,
+    to_rollout,
     to_router_replay,
-    to_slime,
     to_verl,
     verl_prompt_tokens,
     write_router_trace,
@@ -114,9 +113,11 @@ def _arrays(records: Sequence[ReplayRecord], form: str) -> dict[str, NDArray[Any
     if form == "router-replay":
         offsets = np.cumsum([0, *(record.num_tokens for record in records)])
         return {"topk_indices": np.stack(to_router_replay(records)), "offsets": offsets}
-    convert = {"slime": to_slime, "miles": to_miles}[form]
     offsets = np.cumsum([0, *(len(record.routes) for record in records)])
-    return {"rollout_routed_experts": np.concatenate([convert(record) for record in records]), "offsets": offsets}
+    return {
+        "rollout_routed_experts": np.concatenate([to_rollout(record, form) for record in records]),
+        "offsets": offsets,
+    }
 
 
 def _labels(records: Sequence[ReplayRecord]) -> dict[str, NDArray[Any]]:

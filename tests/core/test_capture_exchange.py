@@ -17,9 +17,8 @@ from megaflux_serve.capture.exchange import (
     decode_response,
     from_verl,
     read_router_trace,
-    to_miles,
+    to_rollout,
     to_router_replay,
-    to_slime,
     to_verl,
     write_router_trace,
 )
@@ -48,18 +47,13 @@ def all_layers(record: ReplayRecord) -> np.ndarray:
     return out
 
 
-def test_slime_gets_every_layer_as_int32_and_no_row_without_routes() -> None:
-    found = to_slime(record(1, 3, 4))
+@pytest.mark.parametrize("framework", ["slime", "miles"])
+def test_slime_and_miles_get_every_layer_as_int32_and_no_row_without_routes(framework: str) -> None:
+    found = to_rollout(record(1, 3, 4), framework)
     assert found.dtype == np.int32
     assert np.array_equal(found, all_layers(record(1, 3, 4)))
-    with pytest.raises(InputError, match="record 'r1': row 2 has no routes"):
-        to_slime(record(1, 3, 4, holes=(2, 5)))
-
-
-def test_miles_gets_minus_one_where_there_are_no_routes() -> None:
-    found = to_miles(record(1, 3, 4, holes=(0, 2)))
-    assert found.dtype == np.int32
-    assert np.array_equal(found, all_layers(record(1, 3, 4, holes=(0, 2))))
+    with pytest.raises(InputError, match=f"record 'r1': row 2 has no routes; allowed: .*, for {framework}"):
+        to_rollout(record(1, 3, 4, holes=(2, 5)), framework)
 
 
 def test_verl_gets_prompts_on_the_left_and_responses_on_the_right() -> None:
@@ -131,16 +125,17 @@ def test_an_array_of_a_verl_batch_that_does_not_fit_is_refused_by_name(name: str
 
 
 def test_router_replay_gets_a_row_for_every_token_and_none_goes_to_expert_zero_for_want_of_routes() -> None:
-    records = [record(1, 3, 2, holes=(0, 2)), record(2, 2, 1)]
+    records = [record(1, 3, 2), record(2, 2, 1)]
     layers = to_router_replay(records)
     first, second = records[0].routes, records[1].routes
     assert len(layers) == 2
     for place, ids in enumerate(layers):
         assert ids.dtype == np.int64
-        wanted = [first[1], first[1], first[1], first[3], first[3], second[0], second[1], second[1]]
-        assert np.array_equal(ids, np.array(wanted)[:, place])
-    with pytest.raises(InputError, match="record 'r1': has no row with routes"):
-        to_router_replay([record(1, 1, 1, holes=(0,))])
+        assert np.array_equal(ids, np.concatenate([first, first[-1:], second, second[-1:]])[:, place])
+    with pytest.raises(InputError, match=r"record 'r1': row 1 has no routes; allowed: .*, for RouterReplay"):
+        to_router_replay([record(1, 3, 2, holes=(1,))])
+    with pytest.raises(InputError, match="record 'r1': has one token and so no routes"):
+        to_router_replay([record(1, 1, 0)])
 
 
 def test_a_router_trace_comes_back_as_it_was_written() -> None:
@@ -262,8 +257,7 @@ def test_tasks_are_compared_with_each_other_and_with_themselves() -> None:
 
 @pytest.mark.parametrize("form", ["verl", "slime", "miles", "router-trace"])
 def test_a_file_of_another_form_comes_back_as_the_records_it_was_made_of(form: str, tmp_path: Path) -> None:
-    holes = (1,) if form == "miles" else ()
-    records = [record(1, 3, 4, holes), record(2, 3, 0), record(3, 3, 9, holes)]
+    records = [record(1, 3, 4), record(2, 3, 0), record(3, 3, 9)]
     export_records(records, form, tmp_path / "routes")
     again = list(import_records(tmp_path / "routes", form, MODEL, prompt_tokens=3))
     assert [found.id for found in again] == (
@@ -293,7 +287,7 @@ def test_a_batch_of_verls_own_says_how_long_each_prompt_is(tmp_path: Path) -> No
 
 
 def test_replay_tensors_of_all_layers_lie_in_one_file(tmp_path: Path) -> None:
-    records = [record(1, 3, 4, (1,)), record(2, 5, 1)]
+    records = [record(1, 3, 4), record(2, 5, 1)]
     export_records(records, "router-replay", tmp_path / "routes.npz")
     with np.load(tmp_path / "routes.npz", allow_pickle=False) as arrays:
         assert np.array_equal(arrays["topk_indices"], np.stack(to_router_replay(records)))
