@@ -61,6 +61,14 @@ class ModelShape:
         return np.dtype("<u1" if self.num_experts <= 256 else "<u2")
 
     @property
+    def layer_index(self) -> slice | list[int]:
+        """The MoE layers as an index of all layers: a slice where they are evenly spaced, which copies nothing."""
+        layers = self.moe_layers
+        step = layers[1] - layers[0] if len(layers) > 1 else 1
+        evenly = range(layers[0], layers[-1] + 1, step)
+        return slice(evenly.start, evenly.stop, step) if tuple(evenly) == layers else list(layers)
+
+    @property
     def row_shape(self) -> tuple[int, int]:
         """(L, k)."""
         return len(self.moe_layers), self.top_k
@@ -212,7 +220,7 @@ class ReplayRecord:
                 "dtype", np.dtype(dtype).name, f"one that holds 0 to {self.model.num_experts - 1}, {filler}"
             )
         num_layers = self.model.num_layers if all_layers else self.routes.shape[1]
-        layers = self.model.moe_layers if all_layers else slice(None)
+        layers = self.model.layer_index if all_layers else slice(None)
         out = np.zeros((len(self.routes), num_layers, self.model.top_k), dtype=dtype)
         out[:, layers] = self.routes
         out[~self.valid] = filler
@@ -249,7 +257,7 @@ def _moe_layers(routes: NDArray[Any], model: ModelShape, name: str) -> NDArray[A
     if routes.shape[1] == num_layers:
         return routes
     if routes.shape[1] == model.num_layers:
-        return routes[:, list(model.moe_layers)]
+        return routes[:, model.layer_index]
     raise InputError(
         name,
         f"routes have {routes.shape[1]} layers",

@@ -91,6 +91,19 @@ def test_dense_layers_of_an_engine_array_are_left_out() -> None:
     assert np.array_equal(found.expert_ids(np.int32, all_layers=True), every)
 
 
+@pytest.mark.parametrize("layers", [(0, 1, 2), (3,), (1, 2, 3, 4), (0, 2, 4), (1, 4), (0, 1, 3), (0, 1, 2, 3, 4)])
+def test_wherever_the_moe_layers_stand_each_keeps_its_routes(layers: tuple[int, ...]) -> None:
+    model = ModelShape(16, 3, 5, layers)
+    every = np.zeros((6, 5, 3), dtype=np.int32)
+    for layer in layers:
+        every[:, layer] = random_routes(layer, 6, 1, 16, 3)[:, 0]
+    found = ReplayRecord.of("a", every, model, prompt_tokens=4, output_tokens=3)
+    for position, layer in enumerate(layers):
+        assert np.array_equal(found.routes[:, position], every[:, layer])
+    assert found.routes.flags.c_contiguous
+    assert np.array_equal(found.expert_ids(np.int32, all_layers=True), every)
+
+
 def test_rows_of_minus_one_are_marked_and_not_counted() -> None:
     routes = random_routes(1, 6, 3, 16, 3)
     routes[[0, 4]] = -1
