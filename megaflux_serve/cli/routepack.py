@@ -232,22 +232,22 @@ def plan_table(made: WindowPlan) -> Table:
 
 
 def policy_table(policies: Sequence[PolicyReport]) -> Table:
-    """One line a policy."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    """One line a policy; 80 columns hold it, costs of five digits too."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     table.add_column("policy", no_wrap=True)
-    costs = ("dense", "expert", "joint", "global\nexcess", "row-local\nexcess", "rho", "saved")
-    for name in ("rows", "used", *costs):
-        table.add_column(name, justify="right")
+    shares = ("global\nexcess\n%", "row-\nlocal\nexcess\n%")
+    for name in ("rows", "used\n%", "dense", "expert", "joint", *shares, "rho", "saved\n%"):
+        table.add_column(name, justify="right", no_wrap=True)
     for report in policies:
         table.add_row(
             report.policy,
             str(report.num_rows),
-            f"{100 * report.utilization:.1f} %",
+            f"{100 * report.utilization:.1f}",
             f"{report.dense:.1f}",
             f"{report.expert:.1f}",
             f"{report.primary:.1f}",
-            f"{100 * report.window_excess:.2f} %",
-            f"{100 * report.row_local_excess:.2f} %",
+            f"{100 * report.window_excess:.2f}",
+            f"{100 * report.row_local_excess:.2f}",
             f"{report.rho:.3f}",
             _percent(report.saved),
         )
@@ -260,14 +260,14 @@ def replay_table(
     """One line a window."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("window")
-    for name in ("moved", "rows", "excess removed", "saved against Base", "seconds"):
+    for name in ("moved", "rows", "excess\nremoved, %", "saved against\nBase, %", "seconds"):
         table.add_column(name, justify="right")
     for path, plan_made, reports in zip(paths, made, policies, strict=True):
         table.add_row(
             path.name,
             str(plan_made.num_moved),
             str(plan_made.layout.num_rows),
-            f"{100 * plan_made.excess_removed:.1f} %",
+            f"{100 * plan_made.excess_removed:.1f}",
             _percent(reports[-1].saved),
             f"{sum(plan_made.seconds.values()):.2f}",
         )
@@ -275,7 +275,7 @@ def replay_table(
 
 
 def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.2f} %"
+    return "-" if share is None else f"{100 * share:.2f}"
 
 
 def _options(

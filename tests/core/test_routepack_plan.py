@@ -378,6 +378,9 @@ def test_the_command_replays_and_compares(window_file: Path, tmp_path: Path) -> 
     assert result.exit_code == 0, result.output
     assert result.output.count("window.npz") == 2
     assert png.read_bytes().startswith(b"\x89PNG")
+    result = CliRunner().invoke(app, ["compare", str(window_file), *JOB], env={"COLUMNS": "80"})
+    assert "RoutePack" in result.stdout
+    assert "…" not in result.stdout  # a figure that is cut short is none
     result = CliRunner().invoke(app, ["compare", str(window_file), *JOB, "--json"])
     assert {row["policy"] for row in json.loads(result.stdout)} >= {"Base", "verl", "slime", "RoutePack"}
 
