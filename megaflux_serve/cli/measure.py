@@ -20,11 +20,13 @@ from megaflux_kernels.planner_buffers import launch_planner
 from megaflux_kernels.worklist import LayerShape
 
 from megaflux_serve.config import MegaFluxConfig
+from megaflux_serve.errors import UnsupportedError
 from megaflux_serve.executors.megakernel import MegakernelExecutor, MegakernelLayer, kernel_limits
+from megaflux_serve.planning.fast_planner import plan_replicas
 from megaflux_serve.planning.gate import GateCosts
 from megaflux_serve.planning.plan import ReplicaPlan
-from megaflux_serve.planning.workload import SEEDS, realise_routes, scale_counts, zipf_shares
-from megaflux_serve.routing import RoutingBatch
+from megaflux_serve.planning.workload import SEEDS, realise_routes, scale_counts, split_by_source, zipf_shares
+from megaflux_serve.routing import CountArray, RoutingBatch
 from megaflux_serve.slots import SlotLayout
 from megaflux_serve.workspace import ExpertWeights, Workspace
 
@@ -55,18 +57,27 @@ class MeasuredShape:
     tokens: int
 
     def check(self, num_ranks: int) -> None:
-        """Refuse what the kernels cannot serve, before any rank is started.
+        """Refuse what the kernels cannot serve, or what needs no replicas, before any rank is started.
 
         Raises:
-            UnsupportedError: naming the field.
+            UnsupportedError: naming the field, or the batch.
             ConfigError: ranks or slots that do not fit the experts.
         """
-        MegaFluxConfig.parse({"replica_slots": self.replica_slots}).slot_layout(self.experts, num_ranks)
+        layout = MegaFluxConfig.parse({"replica_slots": self.replica_slots}).slot_layout(self.experts, num_ranks)
         with kernel_limits():
             SearchShape(self.experts, num_ranks, self.replica_slots)
             LayerShape(
                 *(num_ranks, self.experts, self.replica_slots, self.hidden, self.intermediate, self.top_k, self.tokens)
             )
+        plan = plan_replicas(split_by_source(self.hot_rows(num_ranks), num_ranks), layout)
+        if len(plan.transfers) == 0 or plan.max_load == plan.fixed_loads.max():
+            batch = f"a batch of {self.tokens} tokens a rank, {self.top_k} of {self.experts} experts each"
+            raise UnsupportedError(batch, "needs no replicas, so they cost nothing here", "measure a larger one")
+
+    def hot_rows(self, num_ranks: int) -> CountArray:
+        """int64 [E]: rows of the batch that is measured, the hottest experts first."""
+        shares = zipf_shares(self.experts, max(1.0, min(KAPPA, 0.9 * self.experts / self.top_k)))
+        return scale_counts(shares, num_ranks * self.tokens, self.top_k)
 
 
 @dataclass(frozen=True)
@@ -144,9 +155,7 @@ def measure_costs(shape: MeasuredShape, group: dist.ProcessGroup, max_tokens: in
 
 def hot_batch(shape: MeasuredShape, num_ranks: int, rank: int) -> RoutingBatch:
     """A rank's batch of Zipf routes; the hottest experts have the lowest ids, which are at home on rank 0."""
-    shares = zipf_shares(shape.experts, min(KAPPA, 0.9 * shape.experts / shape.top_k))
-    rows = scale_counts(shares, num_ranks * shape.tokens, shape.top_k)
-    ids = realise_routes(rows, num_ranks, shape.top_k, SEEDS[0]).reshape(num_ranks, shape.tokens, shape.top_k)
+    ids = realise_routes(shape.hot_rows(num_ranks), num_ranks, shape.top_k, SEEDS[0])
     return RoutingBatch(
         torch.randn(shape.tokens, shape.hidden, device="cuda", dtype=torch.bfloat16),
         torch.from_numpy(np.ascontiguousarray(ids[rank])).int().cuda(),

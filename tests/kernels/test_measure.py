@@ -66,6 +66,19 @@ def test_a_shape_that_no_rank_can_serve_is_refused_before_one_is_started() -> No
         MeasuredShape(8, 128, 64, 2, 5, 16).check(2)
 
 
+@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(8, 8, 1024), (2, 2, 1024), (256, 8, 64)])
+def test_a_batch_that_needs_no_replicas_is_refused_before_a_rank_is_started(
+    experts: int, top_k: int, tokens: int
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"a batch of {tokens} tokens a rank, {top_k} of {experts} experts each"):
+        MeasuredShape(experts, 128, 64, top_k, 1, tokens).check(2)
+
+
+def test_a_batch_that_needs_replicas_is_measured() -> None:
+    for experts, top_k, tokens in ((128, 8, 1024), (8, 2, 1024)):
+        MeasuredShape(experts, 128, 64, top_k, 1, tokens).check(2)
+
+
 def test_the_batch_of_the_measurement_relieves_a_rank() -> None:
     layout = SlotLayout(8, 2, 1)
     counts = split_by_source(scale_counts(zipf_shares(8, 3.0), 2 * 1024, 2), 2)
