@@ -6,10 +6,12 @@ Parses, calls and prints. A window is an ``.npz`` file with ``counts`` and ``len
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,20 +75,56 @@ MetricsFile = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class Job:
+    """Options of every command that plans: the machine, what work costs on it, how hard to search."""
+
+    ranks: Ranks
+    slots: Slots
+    capacity: Capacity
+    shards: Shards = 1
+    pipeline: Pipeline = 1
+    stage: Stage = None
+    shape: Shape = None
+    budget: Budget = 1.0
+    proposals: Proposals = None
+    seed: Seed = 0
+    move_cost: MoveCost = 0.0
+
+    @property
+    def topology(self) -> Topology:
+        """The machine."""
+        return Topology(self.ranks, self.slots, self.capacity, self.shards, self.pipeline)
+
+    def options(self, num_trajectories: int, communication: float = 0.0, bubble: bool = False) -> PlanOptions:
+        """How to plan a window of so many trajectories."""
+        cost = CostModel(_stages(self.stage, self.shape, self.capacity), communication, bubble)
+        effort: dict[str, Any] = {"budget_s": self.budget} if self.proposals is None else {"proposals": self.proposals}
+        search = SearchOptions.for_size(num_trajectories, seed=self.seed, **effort)
+        return PlanOptions(cost, PlacementOptions(move_cost_rows=self.move_cost), search)
+
+
+def with_options_of_job(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that takes a ``Job`` as one that takes the job's fields in its place, as Typer reads it."""
+    options = inspect.signature(Job, eval_str=True).parameters
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        parameters += options.values() if parameter.name == "job" else [parameter]
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        command(job=Job(**{name: values.pop(name) for name in options}), **values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
 @app.command()
+@with_options_of_job
 def plan(
     window: Window,
-    ranks: Ranks,
-    slots: Slots,
-    capacity: Capacity,
-    shards: Shards = 1,
-    pipeline: Pipeline = 1,
-    stage: Stage = None,
-    shape: Shape = None,
-    budget: Budget = 1.0,
-    proposals: Proposals = None,
-    seed: Seed = 0,
-    move_cost: MoveCost = 0.0,
+    job: Job,
     communication: Communication = 0.0,
     bubble: Bubble = False,
     certify_rows: Annotated[
@@ -105,11 +143,9 @@ def plan(
 
     Example: megaflux routepack plan window.npz --ranks 8 --slots 8 --capacity 8192 --shape 24,2880,2880,4096
     """
-    topology = Topology(ranks, slots, capacity, shards, pipeline)
+    topology = job.topology
     demand = Demand.load(window)
-    size = demand.num_trajectories
-    options = _options(size, topology, stage, shape, budget, proposals, seed, move_cost, communication, bubble)
-    options = replace(options, certify_rows_s=certify_rows)
+    options = replace(job.options(demand.num_trajectories, communication, bubble), certify_rows_s=certify_rows)
     before = load_plan(previous).placement if previous else None
     console = Console()
     with _progress(console, as_json) as report:
@@ -133,26 +169,17 @@ def plan(
 
 
 @app.command()
+@with_options_of_job
 def compare(
     window: Window,
-    ranks: Ranks,
-    slots: Slots,
-    capacity: Capacity,
-    shards: Shards = 1,
-    pipeline: Pipeline = 1,
-    stage: Stage = None,
-    shape: Shape = None,
-    budget: Budget = 1.0,
-    proposals: Proposals = None,
-    seed: Seed = 0,
-    move_cost: MoveCost = 0.0,
+    job: Job,
     png: Png = None,
     as_json: Json = False,
 ) -> None:
     """Compare RoutePack with DP-local FFD, global FFD, verl's and slime's schedules on one window."""
-    topology = Topology(ranks, slots, capacity, shards, pipeline)
+    topology = job.topology
     demand = Demand.load(window)
-    options = _options(demand.num_trajectories, topology, stage, shape, budget, proposals, seed, move_cost, 0.0, False)
+    options = job.options(demand.num_trajectories)
     console = Console()
     with _progress(console, as_json) as report:
         made = plan_window(demand, None, topology, options, progress=report)
@@ -166,36 +193,25 @@ def compare(
 
 
 @app.command()
+@with_options_of_job
 def replay(
     windows: Annotated[list[Path], typer.Argument(help="Windows in order; the placement is carried forward.")],
-    ranks: Ranks,
-    slots: Slots,
-    capacity: Capacity,
-    shards: Shards = 1,
-    pipeline: Pipeline = 1,
-    stage: Stage = None,
-    shape: Shape = None,
-    budget: Budget = 1.0,
-    proposals: Proposals = None,
-    seed: Seed = 0,
-    move_cost: MoveCost = 0.0,
+    job: Job,
     png: Png = None,
     as_json: Json = False,
 ) -> None:
     """Plan several windows one after another, each from the placement that the one before left."""
-    topology = Topology(ranks, slots, capacity, shards, pipeline)
+    topology = job.topology
     console, placement = Console(), None
     made: list[WindowPlan] = []
     policies: list[list[PolicyReport]] = []
     for path in windows:
         demand = Demand.load(path)
-        options = _options(
-            demand.num_trajectories, topology, stage, shape, budget, proposals, seed, move_cost, 0.0, False
-        )
+        options = job.options(demand.num_trajectories)
         with _progress(console, as_json) as report:
             made.append(plan_window(demand, None, topology, options, placement, progress=report))
         placement = made[-1].placement
-        identity = Placement.identity(demand.num_layers, demand.num_experts, ranks)
+        identity = Placement.identity(demand.num_layers, demand.num_experts, job.ranks)
         policies.append(compare_policies(demand, made[-1], options, identity))
     if png:
         from megaflux_serve.routepack.pictures import replay_picture
@@ -276,24 +292,6 @@ def replay_table(
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.2f}"
-
-
-def _options(
-    num_trajectories: int,
-    topology: Topology,
-    stage: Sequence[str] | None,
-    shape: str | None,
-    budget: float,
-    proposals: int | None,
-    seed: int,
-    move_cost: float,
-    communication: float,
-    bubble: bool,
-) -> PlanOptions:
-    stages = _stages(stage, shape, topology.capacity)
-    effort: dict[str, Any] = {"budget_s": budget} if proposals is None else {"proposals": proposals}
-    search = SearchOptions.for_size(num_trajectories, seed=seed, **effort)
-    return PlanOptions(CostModel(stages, communication, bubble), PlacementOptions(move_cost_rows=move_cost), search)
 
 
 def _stages(stage: Sequence[str] | None, shape: str | None, capacity: int) -> tuple[DenseStage, ...]:
