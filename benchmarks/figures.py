@@ -16,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks import capture_tables, ep8_tables, layer_tables, serving_tables
-from benchmarks.harness.documents import Row, provenance, rows, table, value
+from benchmarks import capture_tables, ep8_tables, layer_tables, routepack_tables, serving_tables
+from benchmarks.harness.documents import provenance, table, value
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("capture", "device-planner", "ep8", "forward-kernel", "serving-benchmarks", "sglang")
+PAGES = ("capture", "device-planner", "ep8", "forward-kernel", "routepack", "serving-benchmarks", "sglang")
 DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PAGES))
 BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
@@ -73,32 +73,6 @@ def planner_phases() -> str:
     return table(["µs; tokens a rank", *(f"{m // 1024}K" for m in TOKENS)], lines) + provenance("planner")
 
 
-def routepack() -> str:
-    """Placement and schedule on windows of the paper's shape and on the real one, the paper's figures in brackets."""
-    names = {"tiny": "23 x 128, synthetic", "flash": "40 x 512, synthetic", "gptoss": "gpt-oss-20b, real"}
-    placement = {"P50 of a placement, ms": "p50_ms", "layers at the CV target, %": "hit_pct", "experts moved": "moves"}
-    schedule = {
-        "cost saved, same placement, %": "joint_saving_pct",
-        "cost saved in all, %": "full_saving_pct",
-        "excess removed, %": "excess_removed_pct",
-        "whole plan, s": "plan_s",
-    }
-    cases = [("routepack_placement", placement, {}), ("routepack_schedule", schedule, {"budget_s": 1.0})]
-    lines = []
-    for bench, metrics, case in cases:
-        for name, metric in metrics.items():
-            found = [rows(bench, metric, model=model, planner="routepack", **case)[0] for model in names]
-            lines.append([name, *map(_beside_the_paper, found)])
-    return table(["512 trajectories, 8 ranks", *names.values()], lines) + provenance("routepack_schedule")
-
-
-def _beside_the_paper(row: Row) -> str:
-    """The value with two digits and the paper's figure in brackets, where it gives one."""
-    digits = 0 if row["metric"] in ("moves", "hit_pct") else 2
-    paper = f" ({row['baseline']['value']:g})" if row["baseline"] else ""
-    return f"{row['value']:.{digits}f}{paper}"
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "planner_cpu": planner_cpu,
     "planner": planner,
@@ -107,7 +81,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **ep8_tables.TABLES,
     **serving_tables.TABLES,
     **capture_tables.TABLES,
-    "routepack": routepack,
+    **routepack_tables.TABLES,
 }
 
 
