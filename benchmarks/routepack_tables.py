@@ -1,4 +1,4 @@
-"""Tables of RoutePack's results for README.md and docs/routepack.md, the paper's figures in brackets; see ``figures``."""
+"""Tables of RoutePack's results for README.md and docs/routepack.md, the paper's figures in brackets."""
 
 from __future__ import annotations
 
