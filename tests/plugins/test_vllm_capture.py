@@ -29,7 +29,7 @@ from tests.plugins.engine_runs import (
 )
 from tests.plugins.processes import run_script
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 LABELS = {"megaflux_group": "g", "megaflux_task": "math", "megaflux_weights_version": "3"}
 # Prompts are cut into chunks of at most 16 tokens, and the cache holds about half of what four requests need.
