@@ -37,7 +37,8 @@ FIRST_RELEASE = (0, 5, 14)
 COPIES_BY_ITSELF = (0, 5, 18)
 TELLS_VERSIONS = (0, 5, 19)
 SAMPLE = re.compile(r"(.+)_[0-9a-f]{32}")
-"""How SGLang names one of several samples of a prompt: the request's id and 32 hexadecimal digits."""
+"""How SGLang 0.5.17, and ``name_sample`` elsewhere, name one of several samples of a prompt: the request's id and 32
+hexadecimal digits."""
 
 OFF = (False, None)
 # ServerArgs field: (values under which routes are known, why they are not under others).
@@ -87,6 +88,7 @@ def hooks() -> tuple[versions.Hook, ...]:
     mend: versions.Hook = ("sglang.srt.state_capturer.base.BaseTopkCapturer.on_forward_end", own_copies, "after")
     return (
         turn_on,
+        ("sglang.srt.managers.io_struct.GenerateReqInput.regenerate_rid", name_sample, "around"),
         ("sglang.srt.model_executor.model_runner.ModelRunner.init_routed_experts_capturer", begin, "after"),
         *(() if mended else (mend,)),
         (
@@ -172,6 +174,17 @@ def check_capture(server_args: Any) -> None:
             "with the option capture, SGLang takes the rows of other ranks for a request's own",
             f"use --moe-a2a-backend {NAME}, or drop the flag or the option",
         )
+
+
+def name_sample(original: Callable[..., str], request: Any, *args: Any, **kwargs: Any) -> str:
+    """Around the place where SGLang's front end gives a sample of a prompt an id of its own.
+
+    But for 0.5.17 that id says nothing of the request, so that the scheduler could not tell which samples are a group.
+    """
+    outer, made = request.rid, original(request, *args, **kwargs)
+    if isinstance(outer, str) and not made.startswith(f"{outer}_") and capture_folder(versions.server_args()):
+        request.rid = made = f"{outer}_{made}"
+    return made
 
 
 def begin(result: None, runner: Any, *args: Any, **kwargs: Any) -> None:

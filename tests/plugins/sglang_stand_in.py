@@ -47,6 +47,7 @@ CONTRACT = {
     "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_ipc": (
         *("self", "recv_req"),
     ),
+    "sglang.srt.managers.io_struct.GenerateReqInput.regenerate_rid": ("self",),
     "sglang.srt.managers.scheduler.Scheduler.process_batch_result": ("self", "batch", "result"),
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     "._maybe_collect_routed_experts": ("self", "req"),
@@ -272,6 +273,13 @@ class WeightUpdater:
         return True, ""
 
 
+class GenerateReqInput:
+    """A request as the front end has it."""
+
+    def regenerate_rid(self, prefix: str | None = None) -> str:
+        return ""
+
+
 class Scheduler:
     """Gives out results."""
 
@@ -349,6 +357,7 @@ def modules(a2a: Callable[[], Any], server_args: Callable[[], Any], group: Calla
         },
         "sglang.srt.layers.quantization.unquant": {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethod},
         "sglang.srt.model_executor.model_runner_components.weight_updater": {"WeightUpdater": WeightUpdater},
+        "sglang.srt.managers.io_struct": {"GenerateReqInput": GenerateReqInput},
         "sglang.srt.managers.scheduler": {"Scheduler": Scheduler},
         "sglang.srt.managers.scheduler_components.batch_result_processor": {
             "SchedulerBatchResultProcessor": SchedulerBatchResultProcessor

@@ -40,7 +40,7 @@ class Run:
     """What a server was asked and what it stored.
 
     Attributes:
-        answers: to the prompts, twice.
+        answers: to the prompts, twice at once, so that no cache holds them all, and once more.
         samples: of one prompt, with labels.
         updated: the answer after an update of weights to version 9.
         records: by id of the request, read while the server runs.
@@ -65,7 +65,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     if MEGAFLUX[0] in flags:
         options |= {"block_rows": 4, "replica_slots": 3}
     with serve(flags, folder / "server.log", {"MEGAFLUX_OPTIONS": json.dumps(options)}) as server:
-        answers = server.generate_together(PROMPTS)
+        answers = server.generate_together([*PROMPTS, *PROMPTS])
         abort(server, PROMPTS[0])
         with urllib.request.urlopen(f"{server.url}/health_generate", timeout=60):
             answers += server.generate_together(PROMPTS)

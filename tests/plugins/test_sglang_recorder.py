@@ -105,6 +105,28 @@ def test_a_request_is_recorded_whole_and_returns_no_routes_that_it_did_not_ask_f
     assert not finished.return_routed_experts
 
 
+@pytest.mark.parametrize(
+    ("capture_option", "made", "named"),
+    [
+        ("replay", "0a" * 16, SAMPLE_ID),
+        ("replay", SAMPLE_ID, SAMPLE_ID),  # 0.5.17 names samples by itself
+        (None, "0a" * 16, "0a" * 16),
+    ],
+)
+def test_the_id_of_a_sample_begins_with_that_of_its_request(
+    monkeypatch: pytest.MonkeyPatch, capture_option: str | None, made: str, named: str
+) -> None:
+    monkeypatch.setattr(versions, "server_args", lambda: server_args({"capture": capture_option}))
+    sample = SimpleNamespace(rid="outer")
+
+    def regenerate(asked: Any) -> str:
+        asked.rid = made
+        return made
+
+    assert capture.name_sample(regenerate, sample) == named
+    assert sample.rid == named
+
+
 def test_a_request_that_asks_for_routes_gets_those_that_it_asks_for(folder: Path) -> None:
     finished = request(return_routed_experts=True, routed_experts_start_len=4)
     capture.record_finished(collect, None, finished)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 NAME = "plain_cpu"
@@ -40,7 +41,8 @@ def register() -> None:
         HookType.REPLACE,
     )
     HookRegistry.register("sglang.srt.layers.moe.topk.TopK.forward_native", with_padding, HookType.AROUND)
-    HookRegistry.register("sglang.srt.layers.dp_attention.memcpy_triton", copy_rows, HookType.REPLACE)
+    copy = "memcpy" if int(version("sglang").split(".")[2]) >= 19 else "memcpy_triton"
+    HookRegistry.register(f"sglang.srt.layers.dp_attention.{copy}", copy_rows, HookType.REPLACE)
     HookRegistry.register(
         "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler",
         absorbed_attention,
@@ -115,6 +117,8 @@ def with_padding(original: Callable[..., Any], self: Any, *args: Any, num_token_
     import torch
 
     routed = original(self, *args, **kwargs)
+    if num_token_non_padded is None and hasattr(self, "routing_inputs"):  # from 0.5.23 models leave it to the router
+        num_token_non_padded, _ = self.routing_inputs()
     if num_token_non_padded is not None:
         rows = torch.arange(routed.topk_ids.shape[0])
         routed.topk_ids[rows >= num_token_non_padded] = -1
