@@ -151,7 +151,7 @@ def __getattr__(name: str) -> Any:
             from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
             class Pool(MLATokenToKVPool):
-                def __init__(self, *args: Any, index_head_dim: None, **kwargs: Any) -> None:
+                def __init__(self, *args: Any, index_head_dim: None = None, **kwargs: Any) -> None:
                     super().__init__(*args, **kwargs)
 
             return Pool
