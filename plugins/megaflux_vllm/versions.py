@@ -10,7 +10,7 @@ import re
 
 from megaflux_serve.errors import UnsupportedError
 
-TESTED = ("0.26.0", "0.27.1", "0.32.0", "0.33.0")
+TESTED = ("0.26.0", "0.27.1", "0.28.0", "0.30.0", "0.32.0", "0.33.0")
 FIRST, BEFORE = (0, 26), (0, 34)
 
 
