@@ -46,7 +46,7 @@ def rank_context(server_args: Any, device: torch.device) -> RankContext:
         given = megaflux_config(arguments)
         with named_as_written():
             options = settle(arguments, given)
-            executor = select_executor(options, group.world_size, group.device_group, device)
+            executor = select_executor(options, group.world_size, group.device_group, device, group.cpu_group)
         meter = worker_meter(options, executor, group.rank_in_group, arguments)
         _contexts[group] = RankContext.of(options, executor, group.rank_in_group, meter, LOGGER)
     return _contexts[group]

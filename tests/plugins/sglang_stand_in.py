@@ -322,7 +322,7 @@ def add_prometheus_middleware(app: Any) -> None:
 class Group:
     """An expert-parallel group of one process."""
 
-    world_size, rank_in_group, device_group = 1, 0, None
+    world_size, rank_in_group, device_group, cpu_group = 1, 0, None, None
 
 
 def modules(a2a: Callable[[], Any], server_args: Callable[[], Any], group: Callable[[], Any]) -> dict[str, ModuleType]:
