@@ -214,9 +214,9 @@ def launch_planner(
         if tensor.device != device:
             raise ShapeError(name, f"on {tensor.device}", f"on {device}")
     if totals is not None:
-        extents = (local, first.totals.num_words) if first.totals else None
-        if tuple(totals.shape) != extents or totals.dtype != torch.int64 or not totals.is_contiguous():
-            raise ShapeError("totals", f"{totals.dtype} {list(totals.shape)}", f"None, or torch.int64 {extents}")
+        allowed = (local, first.totals.num_words) if first.totals else None
+        if tuple(totals.shape) != allowed or totals.dtype != torch.int64 or not totals.is_contiguous():
+            raise ShapeError("totals", f"{totals.dtype} {list(totals.shape)}", f"None, or torch.int64 {allowed}")
         if totals.device != device:
             raise ShapeError("totals", f"on {totals.device}", f"on {device}")
     bases = [rank.memory.buffer.data_ptr() for rank in ranks]
