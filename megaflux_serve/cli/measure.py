@@ -189,11 +189,11 @@ def slowest_ns(run: Callable[[], object], group: dist.ProcessGroup) -> float:
     together = torch.zeros(1 << 22, device="cuda")  # 16 MB wake a sleeping link, one element does not
     samples = []
     for _ in range(WARMUP + RUNS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         time.sleep(0.01)
         dist.barrier(group)
-        torch.cuda._sleep(PAUSE_CYCLES)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(PAUSE_CYCLES)
         dist.all_reduce(together, group=group)
         begin.record()
         run()

@@ -177,7 +177,7 @@ class SharedBuffers:
         self.num_bytes = self.topk_ids.nbytes + sum(planning.map.num_bytes for planning in self.planners)
         self.num_bytes += sum(sum(buffers.map.memory_use().values()) for buffers in self.forward)
         self.failures = torch.zeros(num_local, RECORD_WORDS, dtype=torch.int32, pin_memory=True)
-        self.streams = [torch.cuda.Stream() for _ in self.forward]  # type: ignore[no-untyped-call]
+        self.streams = [torch.cuda.Stream() for _ in self.forward]
         executor.barrier()
 
     def load(self, batches: Sequence[RoutingBatch]) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ class DeviceCopies:
             from cuda.bindings import driver
 
             (handle,) = succeeded(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
-            self._stream = torch.cuda.ExternalStream(int(handle), totals.device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.ExternalStream(int(handle), totals.device)
         self._pairs[index] = totals, torch.empty(totals.shape, dtype=totals.dtype, pin_memory=True)
 
     def read(self) -> dict[int, NDArray[np.int64]]:

@@ -59,11 +59,12 @@ def settle(server_args: Any, options: MegaFluxConfig) -> MegaFluxConfig:
 
 def rows_a_rank(server_args: Any) -> int:
     """Rows of the largest batch that a rank may be given: a chunk of prompts, or one token of every running request."""
-    prompts = server_args.chunked_prefill_size or -1
+    prompts: int = server_args.chunked_prefill_size or -1
     if prompts < 0:
         prompts = max(server_args.max_prefill_tokens, server_args.get_model_config().context_len)
-    requests = server_args.max_running_requests or MAX_RUNNING_REQUESTS
-    return -(-max(prompts, requests) * num_attention_groups(server_args) // server_args.tp_size)
+    requests: int = server_args.max_running_requests or MAX_RUNNING_REQUESTS
+    num_ranks: int = server_args.tp_size
+    return -(-max(prompts, requests) * num_attention_groups(server_args) // num_ranks)
 
 
 def gate_costs(server_args: Any) -> GateCosts:

@@ -71,6 +71,7 @@ class MegaFluxMoEMethod(UnquantizedFusedMoEMethod):
                 result nobody reads.
         """
         self.context.startup.tell()
+        assert self.replicated_moe is not None
         self.replicated_moe.check_home(layer.w13_weight, layer.w2_weight)
         topk = dispatch_output.topk_output
         batch = RoutingBatch(dispatch_output.hidden_states, route_padding(topk.topk_ids), topk.topk_weights.float())

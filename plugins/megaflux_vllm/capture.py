@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,7 @@ def is_installed(module: ModuleType) -> bool:
 
 def _wrapped(module: ModuleType) -> list[tuple[Any, str, Any]]:
     """Class, method and what the method is wrapped in, for all that is hooked in a module."""
-    wrappers = {
+    by_module: dict[str, dict[str, Callable[[Any], Any]]] = {
         "vllm.engine.arg_utils": {"EngineArgs.create_engine_config": _with_routes_returned},
         "vllm.v1.engine.llm_engine": {"LLMEngine.__init__": _with_capture, "LLMEngine.step": _behind_records},
         "vllm.v1.engine.async_llm": {"AsyncLLM.__init__": _with_capture},
@@ -100,9 +101,12 @@ def _wrapped(module: ModuleType) -> list[tuple[Any, str, Any]]:
             "OutputProcessor.add_request": _with_labels,
             "RequestState._new_completion_output": _recording,
         },
-    }[module.__name__]
-    paths = ((*path.split("."), wrapper) for path, wrapper in wrappers.items())
-    return [(getattr(module, owner), name, wrapper) for owner, name, wrapper in paths]
+    }
+    wrapped = []
+    for path, wrapper in by_module[module.__name__].items():
+        owner, name = path.split(".")
+        wrapped.append((getattr(module, owner), name, wrapper))
+    return wrapped
 
 
 def capture_folder(additional_config: Any) -> Path | None:

@@ -68,7 +68,7 @@ def install(module: ModuleType) -> None:
             config.additional_config = {**config.additional_config, BACKEND: options}
         return config
 
-    create_engine_config.checked_by_megaflux = True
+    create_engine_config.checked_by_megaflux = True  # type: ignore[attr-defined]
     module.EngineArgs.create_engine_config = create_engine_config
 
 

@@ -57,7 +57,10 @@ class Hook:
 
     def is_possible(self) -> bool:
         """Whether this release has the module; imports nothing."""
-        (root,) = find_spec("vllm").submodule_search_locations
+        package = find_spec("vllm")
+        assert package is not None
+        assert package.submodule_search_locations is not None
+        (root,) = package.submodule_search_locations
         path = Path(root, *self.module.split(".")[1:])
         return path.is_dir() or path.with_suffix(".py").is_file()
 

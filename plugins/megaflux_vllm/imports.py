@@ -51,7 +51,8 @@ class _Finder(MetaPathFinder):
                 for function in _waiting[name]:
                     function(module)
 
-            spec.loader.exec_module = exec_module  # every module has a loader of its own, which stays what it is else
+            # every module has a loader of its own, which stays what it is else
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 

@@ -22,7 +22,7 @@ ROUTED_EXPERTS = "RoutedExperts"
 
 def install(module: ModuleType) -> None:
     """Register the class below; vLLM refuses a second one of this name."""
-    RoutedExperts = module.RoutedExperts
+    RoutedExperts: Any = module.RoutedExperts
 
     class MegaFluxRoutedExperts(RoutedExperts):
         """vLLM's layer, which owns and loads the expert weights, with our method to compute it where asked for."""

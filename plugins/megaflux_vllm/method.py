@@ -83,8 +83,8 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
         home = home_ranks(layer.expert_map, self.moe.num_experts)
         with named_as_written():
             self.layout = self.context.options.slot_layout(self.moe.num_experts, self.context.executor.num_ranks, home)
-        home = self.context.home_weights(self.layout, hidden_size, intermediate_size_per_partition, params_dtype)
-        for name, tensor in (("w13_weight", home.w13), ("w2_weight", home.w2)):
+        own = self.context.home_weights(self.layout, hidden_size, intermediate_size_per_partition, params_dtype)
+        for name, tensor in (("w13_weight", own.w13), ("w2_weight", own.w2)):
             weight = torch.nn.Parameter(tensor, requires_grad=False)
             layer.register_parameter(name, weight)
             set_weight_attrs(weight, extra_weight_attrs)
@@ -132,6 +132,7 @@ class MegaFluxMoEMethod(FusedMoEMethodBase):
             shared_experts_input: not used.
         """
         self.context.startup.tell()
+        assert self.replicated_moe is not None
         self.replicated_moe.check_home(layer.w13_weight, layer.w2_weight)
         self.notice_writes(layer)
         ids = route_padding(topk_ids) if marks_padding() else topk_ids

@@ -125,7 +125,8 @@ def home_ranks(expert_map: Tensor | None, num_experts: int) -> IntArray:
             raise InputError(
                 "expert_map", f"rank {rank} holds {row.tolist()}", "local indices that grow with the expert id"
             )
-    return held.argmax(axis=0).astype(np.int32)
+    home: IntArray = held.argmax(axis=0).astype(np.int32)
+    return home
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,8 @@ class RowShard:
         from vllm.distributed import tensor_model_parallel_all_gather
 
         padded = F.pad(own, (0, 0, 0, self.rows_a_part(num_rows) - own.shape[0]))
-        return tensor_model_parallel_all_gather(padded, dim=0)[:num_rows]
+        rows: Tensor = tensor_model_parallel_all_gather(padded, dim=0)
+        return rows[:num_rows]
 
 
 __all__ = ["RowShard", "VllmRankContext", "home_ranks", "rank_context"]

@@ -43,7 +43,7 @@ def compute(layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Ten
     is_spread = is_cut or parallel.dp_size > 1
     if is_spread:
         x, topk_weights, topk_ids = group.dispatch(x, topk_weights, topk_ids, is_cut)
-    out = fused_experts(
+    out: Tensor = fused_experts(
         x,
         layer.w13_weight,
         layer.w2_weight,
@@ -55,7 +55,9 @@ def compute(layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Ten
     )
     if is_spread:
         out = group.combine(out, is_cut)
-    return out if is_cut else tensor_model_parallel_all_reduce(out)
+    if not is_cut:
+        out = tensor_model_parallel_all_reduce(out)
+    return out
 
 
 __all__ = ["compute", "rows_of_largest_rank"]

@@ -7,7 +7,7 @@ CPU vLLM's method would serve them whatever backend was asked for.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megaflux_serve.errors import UnsupportedError
 from megaflux_vllm.backend_name import BACKEND
@@ -20,7 +20,7 @@ STOCK_METHOD = "UnquantizedFusedMoEMethod"
 
 def install(module: ModuleType) -> None:
     """Register the class below with vLLM's registry of out-of-tree layers, which refuses a second one of this name."""
-    UnquantizedFusedMoEMethod = module.UnquantizedFusedMoEMethod
+    UnquantizedFusedMoEMethod: Any = module.UnquantizedFusedMoEMethod
 
     class StockMethod(UnquantizedFusedMoEMethod):
         """vLLM's method, for layers that ask for another backend."""
