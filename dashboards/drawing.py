@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter, date2num
+from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
 from dashboards.queries import named
@@ -168,8 +169,9 @@ def draw_matrix(axes: Axes, panel: dict[str, Any], series: Sequence[Any], option
     factor, unit = scale(panel, list(grid.ravel()))
     limits = panel["fieldConfig"]["defaults"]
     image = axes.imshow(grid * factor, aspect="auto", cmap="RdYlBu_r", vmin=limits.get("min"), vmax=limits.get("max"))
+    shades = np.asarray(image.norm(grid * factor))
     for (i, j), value in np.ndenumerate(grid * factor):
-        dark = np.isfinite(value) and abs(image.norm(value) - 0.5) > 0.35
+        dark = np.isfinite(value) and abs(shades[i, j] - 0.5) > 0.35
         axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if dark else "black")
     axes.set_yticks(range(len(rows)), rows, fontsize=6)
     axes.set_xticks(range(len(columns)), [f"{column} {name}" for name in columns], fontsize=7)
@@ -181,7 +183,7 @@ def draw_facts(axes: Axes, series: Sequence[Any], labels: Sequence[str]) -> None
     axes.set_axis_off()
     cells = sorted({tuple(one.labels.get(label, "") for label in labels) for one in series})
     height = min(LINE * (len(cells) + 1), 1.0)
-    box = (0, 1 - height, 1, height)
+    box = Bbox.from_bounds(0, 1 - height, 1, height)
     table = axes.table(cells, colLabels=list(labels), bbox=box, cellLoc="left", colLoc="left", edges="horizontal")
     table.auto_set_font_size(False)
     table.set_fontsize(7.5)

@@ -89,10 +89,10 @@ def framed(figure: Figure, panel: dict[str, Any]) -> Axes:
     )
     write(figure, left + 0.12, top + 0.18, panel["title"], fontsize=8.5)
     room_left, room_right, room_top, room_bottom = ROOM_IN.get(panel["type"], ROOM_IN["default"])
-    corner, *sides = fractions(
+    corner, inner_width, inner_height = fractions(
         figure, left + room_left, top + room_top, wide - room_left - room_right, high - room_top - room_bottom
     )
-    return figure.add_axes((*corner, *sides))
+    return figure.add_axes((*corner, inner_width, inner_height))
 
 
 def fractions(
