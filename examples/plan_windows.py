@@ -53,6 +53,7 @@ def train(rank: int, meeting: str, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(meeting, TOPOLOGY.num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=TOPOLOGY.num_ranks)
+    assert dist.group.WORLD is not None
     if rank == 0:
         events.prepare_windows()
         start_http_server(args.port, addr="127.0.0.1")

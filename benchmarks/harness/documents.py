@@ -59,4 +59,4 @@ def provenance(bench: str, **case: Any) -> str:
     return f"\n{words}; `benchmarks/results/{bench}.json`.\n"
 
 
-__all__ = ["Row", "cell", "provenance", "results", "rows", "table", "value"]
+__all__ = ["RESULTS", "Row", "cell", "provenance", "results", "rows", "table", "value"]

@@ -67,7 +67,7 @@ def on_ranks(shape: MeasuredShape, ranks: int) -> GateCosts:
     results = processes.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{folder}/ranks"
-        processes.spawn(one_rank, (shape, ranks, meeting, results), nprocs=ranks)  # type: ignore[attr-defined, no-untyped-call]
+        processes.spawn(one_rank, (shape, ranks, meeting, results), nprocs=ranks)
     costs: GateCosts = results.get()
     return costs
 
