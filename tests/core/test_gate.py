@@ -47,12 +47,14 @@ def test_a_plan_is_gated_exactly_when_it_saves_no_more_than_it_costs(
     hidden_permille: int,
 ) -> None:
     plan, resident = plan_replicas(*case), case[3]
-    gated = apply_gate(plan, GateCosts(block_ns, replica_ns, plan_ns, hidden_permille), resident)
+    costs = GateCosts(block_ns, replica_ns, plan_ns, hidden_permille)
+    gated = apply_gate(plan, costs, resident)
     received = [sum(r == rank for _, r, _ in plan.transfers) for rank in range(plan.layout.num_ranks)]
     sent = [
         sum(plan.layout.home_rank[e] == rank for e, _, _ in plan.transfers) for rank in range(plan.layout.num_ranks)
     ]
     exposed = Fraction(max(received + sent) * replica_ns * (1000 - hidden_permille), 1000).__floor__()
+    assert costs.exposed_ns(plan) == exposed
     saving = (int(plan.fixed_loads.max()) - plan.max_load) * block_ns
     if plan.num_replicas == 0:
         assert gated is plan
@@ -79,6 +81,11 @@ def test_the_busier_direction_of_the_busiest_rank_is_exposed() -> None:
     assert costs.layer_ns(plan) == 4 + 7
     assert apply_gate(plan, costs) is plan
     assert apply_gate(plan, GateCosts(1, 7, 1, 500)).gated
+    # The other way about: ranks 0 and 1 send one replica each, and rank 2 receives both.
+    counts = np.array([[2, 2, 2, 2, 2, 2, 0, 0, 0], [0] * 9, [0] * 9])
+    plan = plan_replicas(counts, SlotLayout(9, 3, 2), PlannerOptions(block_rows=1))
+    assert plan.transfers.tolist() == [[0, 2, 0], [3, 2, 1]]
+    assert costs.exposed_ns(plan) == 7
 
 
 def test_a_resident_replica_exposes_nothing_and_stays_when_the_plan_is_gated() -> None:
