@@ -45,6 +45,7 @@ def test_the_same_arguments_give_the_same_plan_and_are_left_alone(
     assert first.transfers.tobytes() == second.transfers.tobytes()
     assert np.array_equal(counts, before[0])
     assert resident is None or np.array_equal(resident, before[1])
+    assert resident is None or not np.shares_memory(first.replica_experts, resident)
 
 
 @deterministic
@@ -196,3 +197,10 @@ def test_a_plan_that_breaks_a_constraint_fails_its_check(field: str, value: obje
     good.check()
     with pytest.raises(InputError, match=message):
         ReplicaPlan(**{**good.__dict__, field: np.array(value, dtype=np.int32)}).check()
+
+
+def test_a_plan_with_more_replicas_on_a_rank_than_slots_fails_its_check() -> None:
+    counts, blocks = one_source(2, 2, 0, 0, num_ranks=2), np.array([[1, 1], [1, 1], [0, 0], [0, 0]], dtype=np.int32)
+    held, nothing = np.array([[-1], [0]], dtype=np.int32), np.empty((0, 3), dtype=np.int32)
+    with pytest.raises(InputError, match=r"plan.blocks: uses more replicas on a rank than it has slots; allowed: 1"):
+        ReplicaPlan(SlotLayout(4, 2, 1), 1, counts, blocks, held, nothing, candidate=0).check()
