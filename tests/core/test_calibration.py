@@ -10,7 +10,13 @@ from megaflux_serve.cli import calibrate
 from megaflux_serve.cli.app import app
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError, UnsupportedError
-from megaflux_serve.planning.calibration import CALIBRATION_VARIABLE, layer_name, load_costs, store_costs
+from megaflux_serve.planning.calibration import (
+    CALIBRATION_VARIABLE,
+    calibration_path,
+    layer_name,
+    load_costs,
+    store_costs,
+)
 from megaflux_serve.planning.gate import GateCosts
 
 SMALL, LARGE = GateCosts(1_500, 27_000, 8_000, 0), GateCosts(14_300, 252_000, 8_000, 600)
@@ -21,6 +27,15 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "new" / "calibration.json"
     monkeypatch.setenv(CALIBRATION_VARIABLE, str(path))
     return path
+
+
+def test_the_file_lies_in_the_user_s_cache_unless_the_variable_names_another(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert calibration_path() == file
+    monkeypatch.delenv(CALIBRATION_VARIABLE)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert calibration_path() == tmp_path / ".cache" / "megaflux" / "calibration.json"
 
 
 def test_stored_costs_come_back_and_those_of_other_layers_stay(file: Path) -> None:
@@ -57,7 +72,14 @@ def test_a_damaged_file_is_refused_and_named(file: Path, content: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "damage"), [("plan_ns", "plan"), ("1500", "1500.5"), ("1500", "NaN"), ("1500", "true")]
+    ("held", "damage"),
+    [
+        ("plan_ns", "plan"),
+        ("1500", "1500.5"),
+        ("1500", "NaN"),
+        ("1500", "true"),
+        ('"2048x768": {', '"2048x768": 5, "b": {'),
+    ],
 )
 def test_costs_that_are_not_four_integers_are_refused(held: str, damage: str, file: Path) -> None:
     store_costs("2048x768", SMALL, "H200")
