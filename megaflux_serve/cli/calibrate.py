@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megaflux_serve.cli.requirements import require_kernels
 from megaflux_serve.cli.shape_options import Experts, Hidden, Intermediate, Ranks, ReplicaSlots, TopK
 from megaflux_serve.errors import ConfigError, UnsupportedError
 from megaflux_serve.planning.calibration import layer_name, store_costs
@@ -95,11 +96,9 @@ def usable_device(ranks: int) -> str:
     Raises:
         UnsupportedError: not as many Hopper GPUs that reach each other's memory, or the kernels are not installed.
     """
-    try:
-        import megaflux_kernels.forward  # noqa: F401
-        import torch
-    except ImportError as error:
-        raise UnsupportedError("calibrate", f"needs {error.name}", "install megaflux-serve[gpu]") from None
+    require_kernels("calibrate")
+    import torch
+
     pairs = itertools.permutations(range(min(ranks, torch.cuda.device_count())), 2)
     if torch.cuda.device_count() < ranks or not all(torch.cuda.can_device_access_peer(*pair) for pair in pairs):
         reason = f"torch sees {torch.cuda.device_count()} GPUs; {ranks} that reach each other's memory are measured"

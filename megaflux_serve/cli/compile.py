@@ -9,10 +9,9 @@ from typing import Annotated
 
 import typer
 
+from megaflux_serve.cli.requirements import require_kernels
 from megaflux_serve.cli.shape_options import Experts, Hidden, Intermediate, Ranks, ReplicaSlots, TopK
 from megaflux_serve.config import MegaFluxConfig
-from megaflux_serve.errors import UnsupportedError
-from megaflux_serve.executors.limits import layer_shape
 
 HOPPER = "sm_90a"
 ARCHITECTURE_VARIABLE = "CUTE_DSL_ARCH"
@@ -38,14 +37,15 @@ def compile_kernels(
       [cyan]megaflux compile --hidden 2048 --intermediate 768 --experts 128 --top-k 8 --ranks 2[/cyan]
     """
     slots = MegaFluxConfig.parse({"replica_slots": replica_slots}).slot_layout(experts, ranks).num_replica_slots
+    require_kernels("compile")
+    from megaflux_kernels.compile_cache import cache_directory, cache_use
+
+    from megaflux_serve.executors.limits import layer_shape
+
     shape = layer_shape(ranks, experts, slots, hidden, intermediate, top_k, max_tokens)
     os.environ.setdefault(ARCHITECTURE_VARIABLE, HOPPER)
-    try:
-        from megaflux_kernels.compile_cache import cache_directory, cache_use
+    from megaflux_serve.executors.kernels import LayerKernels  # the kernel language reads its target now
 
-        from megaflux_serve.executors.kernels import LayerKernels
-    except ImportError as error:
-        raise UnsupportedError("compile", f"needs {error.name}", "install megaflux-serve[gpu]") from None
     LayerKernels.of(shape).compile()
     typer.echo(json.dumps({"folder": str(cache_directory())} | asdict(cache_use)))
 

@@ -52,7 +52,6 @@ class Machine:
         gpus: CUDA devices that torch sees.
         peer_access: every GPU can read every other one's memory; None with fewer than two.
         plugins: engines for which the plugin's entry point is installed.
-        has_megakernel: this version has the megakernel executor.
     """
 
     python: str
@@ -67,7 +66,6 @@ class Machine:
     gpus: tuple[Gpu, ...]
     peer_access: bool | None
     plugins: tuple[str, ...]
-    has_megakernel: bool
 
 
 def probe_machine() -> Machine:
@@ -91,7 +89,6 @@ def probe_machine() -> Machine:
         plugins=tuple(
             engine for engine, group in PLUGIN_GROUPS.items() if metadata.entry_points(group=group, name="megaflux")
         ),
-        has_megakernel=(Path(__file__).parents[1] / "executors" / "megakernel.py").exists(),
     )
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from megaflux_kernels import language
+
 from megaflux_serve.cli.machine import PLUGIN_GROUPS, Machine
 
 PYTHON_VERSIONS = ("3.10", "3.14")
 ENGINE_VERSIONS = {"vllm": ("0.26", "0.34"), "sglang": ("0.5.11", "0.5.24")}
 """Engine -> first version that is supported, first that is not."""
-
-DSL_VERSION = "4.8.1"
-"""The one version of the kernel language that the kernels were tested with."""
 
 HOPPER = (9, 0)
 
@@ -90,10 +89,8 @@ def _staged(machine: Machine) -> Verdict:
 
 
 def _megakernel(machine: Machine) -> Verdict:
-    dsl = machine.versions["nvidia-cutlass-dsl"]
+    found = machine.versions[language.DISTRIBUTION]
     missing: list[tuple[str, str]] = []
-    if not machine.has_megakernel:
-        missing.append(("this version has no megakernel executor yet", "use staged"))
     if not machine.gpus:
         missing.append(("torch sees no NVIDIA GPU", "use a machine with H100 or H200 GPUs and a CUDA build of torch"))
     elif any(gpu.capability != HOPPER for gpu in machine.gpus):
@@ -102,12 +99,11 @@ def _megakernel(machine: Machine) -> Verdict:
         missing.append((f"{other.name} has compute capability {capability}, not 9.0", "use H100 or H200 GPUs"))
     if machine.peer_access is False:
         missing.append(("the GPUs cannot reach each other's memory", "use GPUs joined by NVLink"))
-    if dsl != DSL_VERSION:
-        found = "is not installed" if dsl is None else f"is {dsl}"
-        missing.append((f"nvidia-cutlass-dsl {found}", f"pip install nvidia-cutlass-dsl=={DSL_VERSION}"))
+    if (reason := language.obstacle(found)) is not None:
+        missing.append((reason, language.REMEDY))
     if missing:
         return Verdict("megakernel", False, *("; ".join(dict.fromkeys(texts)) for texts in zip(*missing, strict=True)))
-    return Verdict("megakernel", True, f"{len(machine.gpus)} x {machine.gpus[0].name}, nvidia-cutlass-dsl {dsl}")
+    return Verdict("megakernel", True, f"{len(machine.gpus)} x {machine.gpus[0].name}, {language.DISTRIBUTION} {found}")
 
 
 def _engine(machine: Machine, engine: str, name: str) -> Verdict:

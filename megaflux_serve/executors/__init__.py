@@ -5,10 +5,9 @@ Decides which executor an option means. Nothing falls back: an executor that can
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 import torch.distributed as dist
+from megaflux_kernels import language
 
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError, UnsupportedError
@@ -59,8 +58,8 @@ def _megakernel(config: MegaFluxConfig, num_ranks: int, group: dist.ProcessGroup
         missing = "this machine has no NVIDIA GPU"
     elif torch.cuda.get_device_capability()[0] != 9:
         missing = f"{torch.cuda.get_device_name()} is not of the Hopper generation"
-    elif find_spec("megaflux_kernels") is None or find_spec("cutlass") is None:
-        missing = "the kernels are not installed (extra gpu)"
+    else:
+        missing = language.obstacle(language.installed())
     if missing is not None:
         raise UnsupportedError("executor = 'megakernel'", missing, "use staged, reference or auto")
     if config.max_tokens is None:

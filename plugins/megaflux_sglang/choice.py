@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
+
+from megaflux_kernels import language
 
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError
@@ -108,8 +109,8 @@ def machine_obstacle(server_args: Any) -> str | None:
     others = [device for device in devices if torch.cuda.get_device_capability(device)[0] != 9]
     if others:
         return f"{torch.cuda.get_device_name(others[0])} is not of the Hopper generation"
-    if find_spec("cutlass") is None:
-        return "the kernel language is not installed (extra gpu)"
+    if (reason := language.obstacle(language.installed())) is not None:
+        return reason
     if not all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b):
         return "the GPUs cannot all read each other's memory"
     return None

@@ -10,8 +10,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+from megaflux_kernels import language
 
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.errors import ConfigError
@@ -154,8 +155,8 @@ def machine_obstacle(num_ranks: int) -> str | None:
         return "this machine has no NVIDIA GPU"
     if not platform.is_device_capability_family(90):
         return f"{platform.get_device_name()} is not of the Hopper generation"
-    if find_spec("cutlass") is None:
-        return "the kernel language is not installed (extra gpu)"
+    if (reason := language.obstacle(language.installed())) is not None:
+        return reason
     if num_ranks > platform.device_count():
         return f"{num_ranks} ranks do not fit the {platform.device_count()} GPUs of this node"
     if num_ranks > 1 and not platform.is_fully_connected(

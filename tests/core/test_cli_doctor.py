@@ -1,13 +1,13 @@
 """``megaflux doctor``: every verdict follows from the facts, and says what to do."""
 
 import json
-import re
 import sys
 import types
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from megaflux_kernels import language
 from typer.testing import CliRunner
 
 from megaflux_serve.cli import app, doctor, machine, verdicts
@@ -28,7 +28,6 @@ CPU_BOX = Machine(
     gpus=(),
     peer_access=None,
     plugins=("vllm",),
-    has_megakernel=True,
 )
 GPU_BOX = replace(CPU_BOX, gpus=(H200, H200), peer_access=True)
 BARE = replace(CPU_BOX, versions=dict.fromkeys(CPU_BOX.versions), has_distributed=False, plugins=())
@@ -95,19 +94,19 @@ REFUSALS = {
         "megakernel",
         with_version("nvidia-cutlass-dsl", None, GPU_BOX),
         "nvidia-cutlass-dsl is not installed",
-        "pip install nvidia-cutlass-dsl==4.8.1",
+        "pip install 'nvidia-cutlass-dsl[cu13]==4.8.1'",
     ),
     "another kernel language": (
         "megakernel",
         with_version("nvidia-cutlass-dsl", "4.9.0", GPU_BOX),
-        "nvidia-cutlass-dsl is 4.9.0",
-        "pip install nvidia-cutlass-dsl==4.8.1",
+        "nvidia-cutlass-dsl is 4.9.0, not 4.8.0 or 4.8.1",
+        "pip install 'nvidia-cutlass-dsl[cu13]==4.8.1'",
     ),
-    "no kernel and no gpu": (
+    "no kernel language and no gpu": (
         "megakernel",
-        replace(CPU_BOX, has_megakernel=False),
-        "this version has no megakernel executor yet; torch sees no NVIDIA GPU",
-        "use staged; use a machine with H100 or H200 GPUs and a CUDA build of torch",
+        with_version("nvidia-cutlass-dsl", None),
+        "torch sees no NVIDIA GPU; nvidia-cutlass-dsl is not installed",
+        "use a machine with H100 or H200 GPUs and a CUDA build of torch; pip install 'nvidia-cutlass-dsl[cu13]==4.8.1'",
     ),
     "no engine": ("SGLang", CPU_BOX, "sglang is not installed", "pip install 'megaflux-serve[sglang]'"),
     "old engine": (
@@ -201,7 +200,8 @@ def test_version_ranges_are_those_of_the_project_file() -> None:
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     for engine, (first, beyond) in verdicts.ENGINE_VERSIONS.items():
         assert f'"{engine}>={first},<{beyond}"' in project
-    assert set(re.findall(r"nvidia-cutlass-dsl==([\d.]+)", project)) == {verdicts.DSL_VERSION}
+    assert '"{}[cu13]>={},<={}"'.format(language.DISTRIBUTION, *language.RELEASES) in project
+    assert f'"{language.DISTRIBUTION}=={language.RELEASES[-1]}"' in project  # what the tests compile with
     assert 'requires-python = ">={},<{}"'.format(*verdicts.PYTHON_VERSIONS) in project
 
 

@@ -339,19 +339,20 @@ def test_sizes_of_a_model_have_several_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "obstacle"),
+    ("changes", "release", "obstacle"),
     [
-        ({}, None),
-        ({"base_gpu_id": 2}, "NVIDIA B200 is not of the Hopper generation"),
-        ({"base_gpu_id": 3}, "its 2 ranks are not on one node"),
-        ({"gpu_id_step": 3}, None),
-        ({"gpu_id_step": 2}, "NVIDIA B200 is not of the Hopper generation"),
-        ({"nnodes": 2}, "its 2 ranks are not on one node"),
-        ({"device": "cpu"}, "this machine has no NVIDIA GPU"),
+        ({}, "4.8.1", None),
+        ({"base_gpu_id": 2}, "4.8.1", "NVIDIA B200 is not of the Hopper generation"),
+        ({"base_gpu_id": 3}, "4.8.1", "its 2 ranks are not on one node"),
+        ({"gpu_id_step": 3}, "4.8.1", None),
+        ({"gpu_id_step": 2}, "4.8.1", "NVIDIA B200 is not of the Hopper generation"),
+        ({"nnodes": 2}, "4.8.1", "its 2 ranks are not on one node"),
+        ({"device": "cpu"}, "4.8.1", "this machine has no NVIDIA GPU"),
+        ({}, "4.6.0", "nvidia-cutlass-dsl is 4.6.0, not 4.8.0 or 4.8.1"),  # that of SGLang 0.5.17
     ],
 )
 def test_the_machine_is_asked_about_the_gpus_that_sglang_takes(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], obstacle: str | None
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], release: str, obstacle: str | None
 ) -> None:
     names = ["NVIDIA H200", "NVIDIA H200", "NVIDIA B200", "NVIDIA H200"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -359,7 +360,7 @@ def test_the_machine_is_asked_about_the_gpus_that_sglang_takes(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 if "H200" in names[device] else 10, 0))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
-    monkeypatch.setattr(choice, "find_spec", lambda name: object())
+    monkeypatch.setattr(choice.language, "installed", lambda: release)
     assert choice.machine_obstacle(server_args(**({"device": "cuda"} | changes))) == obstacle
 
 

@@ -114,6 +114,22 @@ def test_more_ranks_than_a_node_has_gpus_are_an_obstacle(pretend: Callable[..., 
     assert choice.machine_obstacle(4) == "4 ranks do not fit the 2 GPUs of this node"
 
 
+@pytest.mark.parametrize(
+    ("release", "obstacle"),
+    [
+        ("4.6.0", "nvidia-cutlass-dsl is 4.6.0, not 4.8.0 or 4.8.1"),  # that of vLLM 0.26
+        ("4.8.0", None),  # that of vLLM 0.32 and 0.33
+        (None, "nvidia-cutlass-dsl is not installed"),
+    ],
+)
+def test_a_kernel_language_that_kernels_do_not_compile_with_is_an_obstacle(
+    pretend: Callable[..., None], monkeypatch: pytest.MonkeyPatch, release: str | None, obstacle: str | None
+) -> None:
+    pretend()
+    monkeypatch.setattr(choice.language, "installed", lambda: release)
+    assert choice.machine_obstacle(2) == obstacle
+
+
 def test_the_megakernel_asked_for_by_name_is_refused_before_an_engine_starts() -> None:
     message = "executor = 'megakernel': this machine has no NVIDIA GPU; leave it out, and the log says"
     with pytest.raises(UnsupportedError, match=message):
