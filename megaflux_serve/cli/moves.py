@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megaflux_serve.errors import ConfigError
-from megaflux_serve.migration import TransferPlan
-from megaflux_serve.routepack.files import load_plan
+from megaflux_serve.routepack import TransferPlan, load_plan
 
 GIB = 1 << 30
 TRAINED = 14.0

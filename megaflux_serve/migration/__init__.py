@@ -12,7 +12,7 @@ What belongs to an expert moves into slots that exist already, so tensor shapes,
 from megaflux_serve.migration.logical import logical_experts
 from megaflux_serve.migration.migrator import MigrationError, MigrationReport, migrate
 from megaflux_serve.migration.state import ExpertState
-from megaflux_serve.migration.transfers import RankTraffic, TransferPlan
+from megaflux_serve.routepack.transfers import RankTraffic, TransferPlan
 
 __all__ = [
     "ExpertState",

@@ -18,8 +18,8 @@ from torch import Tensor
 from megaflux_serve.errors import InputError, MegafluxError, PeerTimeoutError
 from megaflux_serve.messages import Message, exchange
 from megaflux_serve.migration.state import ExpertState
-from megaflux_serve.migration.transfers import Moves, TransferPlan
 from megaflux_serve.routepack.placement import Placement
+from megaflux_serve.routepack.transfers import Moves, TransferPlan
 
 Staged = list[tuple[Tensor, Tensor]]
 """What came, and the slot's tensor that it belongs in."""

@@ -22,6 +22,7 @@ from megaflux_serve.routepack.population import SearchOptions
 from megaflux_serve.routepack.report import PolicyReport, compare_policies
 from megaflux_serve.routepack.score import Score
 from megaflux_serve.routepack.topology import CostModel, DenseStage, Topology, stages_from_shape
+from megaflux_serve.routepack.transfers import TransferPlan
 
 __all__ = [
     "CostModel",
@@ -37,6 +38,7 @@ __all__ = [
     "Score",
     "SearchOptions",
     "Topology",
+    "TransferPlan",
     "WindowPlan",
     "compare_policies",
     "load_plan",

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaflux_serve.errors import CapacityError, ConfigError, InputError
-from megaflux_serve.migration import TransferPlan
+from megaflux_serve.routepack import TransferPlan
 from megaflux_serve.routepack.placement import Placement
 
 BYTES = 10
