@@ -166,10 +166,32 @@ def test_lengths_are_any_integers_and_nothing_else() -> None:
     assert_equal(decode(b"".join(encode(found)), MODEL, "shard", 0), found)
     with pytest.raises(InputError, match=r"4.0 prompt and 3 output tokens; allowed: integers"):
         ReplayRecord.of("a", routes, MODEL, prompt_tokens=4.0, output_tokens=3)  # type: ignore[arg-type]
+    assert record(prompt=1, output=0).num_tokens == 1
+    for prompt, output in ((0, 7), (8, -1)):
+        with pytest.raises(InputError, match=f"{prompt} prompt and {output} output tokens; allowed: at least 1 and 0"):
+            ReplayRecord.of("a", routes, MODEL, prompt_tokens=prompt, output_tokens=output)
+
+
+def test_labels_and_token_ids_are_refused_from_their_limits_on() -> None:
+    routes = random_routes(1, 6, 3, 16, 3)
+    longest, ids = 256 * "\u00e4", [0, 1, 2, 3, 4, 5, 2**31 - 1]
+    found = ReplayRecord.of(
+        longest, routes, MODEL, prompt_tokens=4, output_tokens=3, token_ids=np.array(ids, dtype=np.uint64), task=longest
+    )
+    assert found.token_ids is not None
+    assert found.token_ids.tolist() == ids
+    with pytest.raises(InputError, match="task has 513 bytes; allowed: 0 to 512"):
+        ReplayRecord.of("a", routes, MODEL, prompt_tokens=4, output_tokens=3, task=longest + "b")
+    for wrong in (-1, 2**31):
+        with pytest.raises(InputError, match=f"token ids go from .*{wrong}"):
+            ReplayRecord.of("a", routes, MODEL, prompt_tokens=4, output_tokens=3, token_ids=[*ids[:4], wrong, 0, 0])
 
 
 def test_a_model_shape_that_cannot_be_is_refused() -> None:
-    for shape in ((0, 1, 1, ()), (8, 9, 1, ()), (8, 2, 0, ()), (8, 2, 2, (2,)), (8, 2, 3, (1, 0))):
+    assert ModelShape(2**16, 2**16, 1).moe_layers == (0,)
+    wrong_numbers = ((0, 1, 1, ()), (2**16 + 1, 1, 1, ()), (8, 0, 1, ()), (8, 9, 1, ()), (8, 2, 0, ()))
+    wrong_layers = ((8, 2, 2, (2,)), (8, 2, 3, (1, 0)), (8, 2, 3, (1, 1)), (8, 2, 3, (-1, 0)))
+    for shape in wrong_numbers + wrong_layers:
         with pytest.raises(ConfigError):
             ModelShape(*shape)
 
