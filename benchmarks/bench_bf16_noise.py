@@ -154,9 +154,9 @@ def run_layer(ways: list[Arithmetic], tensors: Iterator[tuple[str, Tensor]], mod
         way.attend(weights, model, length)
         way.route(weights["gate"], model)
     for expert in range(model.experts):
-        matrices = [next(tensors)[1] for _ in range(3)]
+        gate, up, down = (next(tensors)[1] for _ in range(3))
         for way in ways:
-            way.add_expert(expert, *matrices, model.experts)
+            way.add_expert(expert, gate, up, down, model.experts)
     for way in ways:
         way.finish_layer()
 

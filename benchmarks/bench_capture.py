@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from benchmarks.harness import RESULTS, ResultRow, RunContext, cpu_name, figure, print_table, write_results
+from benchmarks.harness import RESULTS, Plain, ResultRow, RunContext, cpu_name, figure, print_table, write_results
 from benchmarks.routepack_corpus import gptoss_routes
 from megaflux_serve.capture import ModelShape, ReplayRecord, ReplayStore, open_window, seal
 from megaflux_serve.capture.background import CallThread
@@ -53,7 +54,13 @@ RAW_BYTES_PER_TOKEN = 4 * MODEL.num_layers * MODEL.top_k
 SEALS = 5
 FINISHED, COMPUTED, SPANS = 32, 150_000, 21
 """Trajectories of a span, additions before each (longer than recording it takes), and spans."""
-CASE = {"trajectories": NUM_TRAJECTORIES, "tokens": TOKENS, "routing": "gpt-oss-20b", "layers": 24, "top_k": 4}
+CASE: dict[str, Plain] = {
+    "trajectories": NUM_TRAJECTORIES,
+    "tokens": TOKENS,
+    "routing": "gpt-oss-20b",
+    "layers": 24,
+    "top_k": 4,
+}
 Routes = NDArray[np.uint8]
 
 
@@ -86,12 +93,12 @@ def measure_store(trace: Routes, folder: Path) -> list[ResultRow]:
         writer.sync()
         sync_s = clock() - begin
     ids = [f"{i:04}" for i in range(NUM_TRAJECTORIES)]
+
+    def seal_all(name: str, verify: bool) -> None:
+        seal(ReplayStore(folder), name, ids=ids, verify=verify)
+
     seconds = {
-        verify: [
-            _seconds(lambda n=n, verify=verify: seal(ReplayStore(folder), f"{verify}-{n}", ids=ids, verify=verify))
-            for n in range(SEALS)
-        ]
-        for verify in (True, False)
+        verify: [_seconds(partial(seal_all, f"{verify}-{n}", verify)) for n in range(SEALS)] for verify in (True, False)
     }
     window = open_window(store, "True-0")
     for record, routes in zip(window, trajectories(trace), strict=True):
@@ -167,7 +174,8 @@ def measure_files(trace: Routes, folder: Path) -> list[ResultRow]:
     table = pa.table({"routes": lists})
 
     def flat(column: Any) -> Routes:
-        return np.concatenate([chunk.flatten().to_numpy() for chunk in column.chunks]).reshape(routes.shape)
+        values: Routes = np.concatenate([chunk.flatten().to_numpy() for chunk in column.chunks])
+        return values.reshape(routes.shape)
 
     def write_ipc(path: Path) -> None:
         options = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", 1), use_threads=False)

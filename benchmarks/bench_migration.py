@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import ResultRow, RunContext, cpu_name, print_table, write_results
+from benchmarks.harness import Plain, ResultRow, RunContext, cpu_name, print_table, write_results
 from benchmarks.harness.rows import RESULTS
 from megaflux_serve.messages import Message, exchange
 from megaflux_serve.migration import ExpertState, TransferPlan, logical_experts, migrate
@@ -103,12 +103,14 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     group, rank, num_ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    assert group is not None
     before, after = placements(options.layers, num_ranks)
     state = make_state(before, rank, 3 * HIDDEN * INTERMEDIATE // options.scale, device)
     there, back = TransferPlan(before, after), TransferPlan(after, before)
     layer_bytes = int(there.traffic().staged.max()) * state.expert_bytes
     received = int(there.traffic().received.max()) * state.expert_bytes
-    case = {"ranks": num_ranks, "layers": options.layers, "experts": EXPERTS, "expert_mib": state.expert_bytes / 2**20}
+    case: dict[str, Plain] = {"ranks": num_ranks, "layers": options.layers, "experts": EXPERTS}
+    case["expert_mib"] = state.expert_bytes / 2**20
     rows = [ResultRow(BENCH, case, "num_moved", float(len(there.moves)), "1")]
     bare = bare_exchange(state, there, group)
     ms = float(np.median([slowest_ms(bare, group, device) for _ in range(1 + options.repeats)][1:]))
@@ -130,12 +132,12 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def result_rows(case: dict[str, object], ms: float, received: int, bare_ms: float | None) -> list[ResultRow]:
+def result_rows(case: Mapping[str, Plain], ms: float, received: int, bare_ms: float | None) -> list[ResultRow]:
     """Time and rate of one variant."""
     base = None if bare_ms is None else {"name": "bare exchange", "value": bare_ms}
     return [
-        ResultRow(BENCH, case, "migration_ms", ms, "ms", base),  # type: ignore[arg-type]
-        ResultRow(BENCH, case, "received_gbps", received / ms * 1e-6, "GB/s"),  # type: ignore[arg-type]
+        ResultRow(BENCH, case, "migration_ms", ms, "ms", base),
+        ResultRow(BENCH, case, "received_gbps", received / ms * 1e-6, "GB/s"),
     ]
 
 

@@ -130,9 +130,9 @@ def measure(case: Case) -> list[ResultRow]:
                 for metric, value in values.items():
                     collected[bench, planner][metric].append(value)
     rows = []
-    for (bench, planner), values in collected.items():
+    for (bench, planner), samples in collected.items():
         paper = dict(zip(METRICS, PAPER_COMMUNICATION.get((case.model, planner), ()), strict=False))
-        rows += mean_rows(bench, {**case.label, "planner": planner}, values, paper if "communication" in bench else {})
+        rows += mean_rows(bench, {**case.label, "planner": planner}, samples, paper if "communication" in bench else {})
     return rows
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from rich.progress import track
 
-from benchmarks.harness import RESULTS, ResultRow, RunContext, cpu_name, print_table, write_results
+from benchmarks.harness import RESULTS, Plain, ResultRow, RunContext, cpu_name, print_table, write_results
 from benchmarks.routepack_corpus import MODELS, TOPOLOGY, Model, synthetic_windows
 from megaflux_serve.routepack import Demand, Placement, SearchOptions, repair_placement
 from megaflux_serve.routepack.baselines import global_ffd
@@ -83,7 +83,7 @@ def solve(demand: Demand, owner: Int32Array, model: Model, size: int) -> Outcome
 
 def rows_of(model: Model, size: int, outcomes: Sequence[Outcome]) -> list[ResultRow]:
     """Worst gaps and the median reduction over windows."""
-    case: dict[str, str | int | float | bool] = {
+    case: dict[str, Plain] = {
         "model": model.name,
         "trajectories": size,
         "slots": SLOTS[size],
@@ -111,7 +111,8 @@ def main() -> None:
         owners = []
         for window in windows:
             loads = window.expert_loads()
-            owners.append(repair_placement(loads, Placement.identity(*loads.shape, TOPOLOGY.num_ranks)).owner)
+            identity = Placement.identity(window.num_layers, window.num_experts, TOPOLOGY.num_ranks)
+            owners.append(repair_placement(loads, identity).owner)
         for size in track(SLOTS, f"{model.name}: prefixes", transient=True):
             pairs = zip(windows, owners, strict=True)
             rows += rows_of(model, size, [solve(window, owner, model, size) for window, owner in pairs])

@@ -27,7 +27,7 @@ import numpy as np
 from matplotlib.ticker import NullFormatter
 from rich.progress import track
 
-from benchmarks.harness import RESULTS, ResultRow, RunContext, cpu_name, figure, print_table, write_results
+from benchmarks.harness import RESULTS, Plain, ResultRow, RunContext, cpu_name, figure, print_table, write_results
 from benchmarks.routepack_corpus import FLASH, TINY, TOPOLOGY, gptoss_routes, synthetic_windows
 from megaflux_serve.routepack import Demand, Placement, PlacementOptions, repair_placement
 from megaflux_serve.routepack.demand import FloatArray, Int32Array, Int64Array
@@ -67,7 +67,8 @@ def routepack(options: PlacementOptions) -> Planner:
     """The repair from the placement before, identity at first."""
 
     def plan(loads: Int64Array, before: Mapping | None) -> Mapping:
-        start = Placement.identity(*loads.shape, TOPOLOGY.num_ranks)
+        num_layers, num_experts = loads.shape
+        start = Placement.identity(num_layers, num_experts, TOPOLOGY.num_ranks)
         return repair_placement(loads, start if before is None else Placement(before, start.num_ranks), options).slots
 
     def rank_loads(loads: Int64Array, slots: Mapping) -> FloatArray:
@@ -123,7 +124,8 @@ def measure(model: str, windows: Sequence[Int64Array]) -> list[ResultRow]:
     """All planners on the windows of a model."""
     rows = []
     for name, planner in track(planners(model).items(), f"{model}: placement", transient=True):
-        case = {"model": model, "planner": name, "windows": len(windows), "synthetic": model != "gptoss"}
+        case: dict[str, Plain] = {"model": model, "planner": name, "windows": len(windows)}
+        case["synthetic"] = model != "gptoss"
         hit, moves, p50 = PAPER.get((model, name), (None, None, None))
         paper = {"hit_pct": hit, "moves": moves, "p50_ms": p50}
         for metric, value in replay(windows, planner).items():

@@ -141,9 +141,9 @@ def measure(case: Case) -> tuple[list[ResultRow], list[float]]:
             for metric, value in values.items():
                 collected[planner, budget][metric].append(value)
     rows = []
-    for (planner, budget), values in collected.items():
+    for (planner, budget), samples in collected.items():
         label = {**case.label, "planner": planner, "budget_s": budget}
-        rows += mean_rows(BENCH, label, values, PAPER.get((case.model, planner), {}))
+        rows += mean_rows(BENCH, label, samples, PAPER.get((case.model, planner), {}))
     return rows, collected["routepack", BUDGET_S]["joint_saving_pct"]
 
 

@@ -65,7 +65,7 @@ def roofline_ms(shape: LayerShape, plan: ReplicaPlan, topk: list[NDArray[np.int6
         ids = np.concatenate([ids for source, ids in enumerate(topk) if source != rank] or [np.empty((0, 1), int)])
         remote = max(remote, int((home[ids] == rank).any(axis=1).sum()))
     link = (remote * 2 * hidden + moved.max() * 6 * hidden * intermediate) / (LINK_GBPS * 1e6)
-    return max(matrix, memory, link)
+    return float(max(matrix, memory, link))
 
 
 __all__ = ["ROUTINGS", "SHAPES", "roofline_ms", "routes"]

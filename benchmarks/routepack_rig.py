@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.harness import ResultRow
+from benchmarks.harness import Plain, ResultRow
 from benchmarks.routepack_corpus import (
     FLASH,
     GPTOSS_COST,
@@ -40,7 +41,7 @@ class Case:
     copies: Callable[[Int32Array], Int32Array] | None = None
 
     @property
-    def label(self) -> dict[str, str | int | float | bool]:
+    def label(self) -> dict[str, Plain]:
         """The keys that every result row of this case has."""
         return {"model": self.model, "synthetic": self.model != "gptoss"}
 
@@ -48,7 +49,7 @@ class Case:
 def cases(num_windows: int) -> list[Case]:
     """The synthetic models, and gpt-oss where its trace is."""
     found = [
-        Case(model.name, model.cost, TOPOLOGY, lambda count, model=model: synthetic_windows(model, count), num_windows)
+        Case(model.name, model.cost, TOPOLOGY, partial(synthetic_windows, model), num_windows)
         for model in (TINY, FLASH)
     ]
     path = gptoss_routes()
@@ -88,7 +89,7 @@ class Setting:
 
 def mean_rows(
     bench: str,
-    label: Mapping[str, str | int | float | bool],
+    label: Mapping[str, Plain],
     values: Mapping[str, list[float]],
     paper: Mapping[str, float],
 ) -> list[ResultRow]:

@@ -112,9 +112,9 @@ def descendants() -> list[int]:
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
-            pid, _, fields = stat.read_text().partition(" ")
+            child, _, fields = stat.read_text().partition(" ")
             parent = int(fields[fields.rindex(")") + 1 :].split()[1])
-            children.setdefault(parent, []).append(int(pid))
+            children.setdefault(parent, []).append(int(child))
     found = list(children.get(os.getpid(), ()))
     for pid in found:
         found += children.get(pid, ())

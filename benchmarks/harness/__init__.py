@@ -12,6 +12,7 @@ A benchmark is cases and a call; what it measures becomes ``ResultRow`` values::
 from benchmarks.harness.figure import figure
 from benchmarks.harness.rows import (
     RESULTS,
+    Plain,
     ResultRow,
     RunContext,
     cpu_name,
@@ -24,6 +25,7 @@ from benchmarks.harness.timing import Timing, summarise, time_call
 
 __all__ = [
     "RESULTS",
+    "Plain",
     "ResultRow",
     "RunContext",
     "Timing",

@@ -22,6 +22,9 @@ from megaflux_serve.durable import write_atomically
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 """Folder of the committed results, ``benchmarks/results``."""
 
+Plain = str | int | float | bool
+"""What a case may hold under a key."""
+
 KEYS = ("bench", "case", "metric", "value", "unit", "baseline", "device", "software", "commit", "date")
 
 
@@ -39,7 +42,7 @@ class ResultRow:
     """
 
     bench: str
-    case: Mapping[str, str | int | float | bool]
+    case: Mapping[str, Plain]
     metric: str
     value: float
     unit: str
