@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from benchmarks.harness import ResultRow
+from benchmarks.harness import Plain, ResultRow
 from benchmarks.serving.engine import Completion
 from benchmarks.serving.fleet import Fleet
 from benchmarks.serving.models import ServedModel
@@ -61,7 +61,7 @@ def rows(model: ServedModel, answers: Answers) -> Iterator[ResultRow]:
         for backend in answers if reference in answers else ():
             if backend == reference or (reference == "fixed" and "stock" in backend):
                 continue
-            case = {
+            case: dict[str, Plain] = {
                 "model": model.name,
                 "layers": model.layers,
                 "prompts": len(answers[backend]),

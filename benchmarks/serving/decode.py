@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.harness import ResultRow
+from benchmarks.harness import Plain, ResultRow
 from benchmarks.serving.backends import HANDS_OVER
 from benchmarks.serving.fleet import Fleet
 from benchmarks.serving.models import ServedModel
@@ -78,7 +78,7 @@ class DecodeSamples:
         for requests, by_backend in self.seconds.items():
             step_s = {backend: self.step_s(requests, backend) for backend in by_backend}
             for backend, seconds in step_s.items():
-                case = {
+                case: dict[str, Plain] = {
                     "model": self.model.name,
                     "layers": self.model.layers,
                     "running": requests,

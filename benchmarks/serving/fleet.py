@@ -10,11 +10,12 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from benchmarks.serving.backends import EngineSpec
 from benchmarks.serving.engine import serve
@@ -45,8 +46,32 @@ class EngineError(RuntimeError):
     """An engine did not start or did not answer."""
 
 
+class Spec(Protocol):
+    """What is known of an engine: ranks over which its requests are spread, and the file that it prints to."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def log(self) -> Path: ...
+
+
+class Running(Protocol):
+    """What a fleet asks: a ``Member``, or a server of another kind."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def spec(self) -> Spec: ...
+
+    def call(self, method: str, *arguments: Any, timeout_s: float) -> Any: ...
+
+    def kill(self) -> None: ...
+
+
 class Member:
-    """A running engine."""
+    """A running engine of vLLM."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec, self.name = spec, spec.name
@@ -78,6 +103,7 @@ class Member:
         """End all processes of the engine by force."""
         self.process.kill()  # which has no group of its own before it runs
         with suppress(ProcessLookupError):
+            assert self.process.pid is not None  # it was started
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join(STOP_TIMEOUT_S)
 
@@ -106,8 +132,8 @@ class Fleet:
         call_s: the longest wait for an answer.
     """
 
-    def __init__(self, members: dict[str, Member], call_s: float = CALL_TIMEOUT_S) -> None:
-        self.members, self.call_s = members, call_s
+    def __init__(self, members: Mapping[str, Running], call_s: float = CALL_TIMEOUT_S) -> None:
+        self.members, self.call_s = dict(members), call_s
 
     def each(self, method: str, *arguments: Any, only: Sequence[str] = (), timeout_s: float | None = None) -> Answers:
         """Ask the engines one after the other; the answers by backend, without an engine that fails now.
@@ -161,11 +187,11 @@ def running(
 
 def _wait(members: Sequence[Member], limits: TimeLimits, warm_up: Callable[[Member], None]) -> list[Member]:
     """The members that answer in time; the others are stopped."""
-    waiting, ready = {member.connection: member for member in members}, []
+    waiting, ready = list(members), list[Member]()
     deadline = time.monotonic() + limits.first_s
-    while waiting and (said := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
-        for connection in said:
-            member = waiting.pop(connection)
+    while waiting and (said := wait([m.connection for m in waiting], max(0.0, deadline - time.monotonic()))):
+        for member in [m for m in waiting if m.connection in said]:
+            waiting.remove(member)
             try:
                 say(f"{member.name}: ready, vLLM took {member.started():.0f} s")
                 warm_up(member)
@@ -175,7 +201,7 @@ def _wait(members: Sequence[Member], limits: TimeLimits, warm_up: Callable[[Memb
             if not ready:
                 deadline = min(deadline, time.monotonic() + limits.others_s)
             ready.append(member)
-    for member in waiting.values():
+    for member in waiting:
         _leave_out(member, f"did not start in time; its log is {member.spec.log}")
     return ready
 
@@ -190,7 +216,7 @@ def _stop(members: Sequence[Member]) -> None:
         member.process.join(max(0.0, deadline - time.monotonic()))
 
 
-def _leave_out(member: Member, why: str) -> None:
+def _leave_out(member: Running, why: str) -> None:
     say(f"LEFT OUT from here: {member.name}: {why}")
     member.kill()
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import ResultRow
+from benchmarks.harness import Plain, ResultRow
 from benchmarks.serving.backends import EngineSpec, Sizes, engine_spec
 from benchmarks.serving.models import ServedModel
 
@@ -86,7 +86,7 @@ def measure(
             if (seconds := start.result()) is None:
                 print(f"LEFT OUT: the {spec.name} server did not start, see {spec.log}", file=sys.stderr, flush=True)
                 continue
-            case = {"model": model.name, "layers": model.layers, "backend": spec.name}
+            case: dict[str, Plain] = {"model": model.name, "layers": model.layers, "backend": spec.name}
             yield ResultRow(BENCH, case, "first_answer_s", seconds, "s")
             result = ask(url, checkpoint, load, spec)
             for metric, unit in METRICS.items():

@@ -48,6 +48,11 @@ class ServerSpec:
     folder: Path
     ranks: int
 
+    @property
+    def log(self) -> Path:
+        """What the server prints."""
+        return self.folder / "server.log"
+
 
 class SglangServer:
     """A running server: a member of a fleet.
@@ -60,10 +65,9 @@ class SglangServer:
     def __init__(self, spec: ServerSpec, environment: dict[str, str]) -> None:
         self.spec, self.name = spec, spec.name
         spec.folder.mkdir(parents=True, exist_ok=True)
-        self.log = spec.folder / "server.log"
         given = {} if spec.options is None else {"MEGAFLUX_OPTIONS": json.dumps(spec.options)}
         address = ("--host", "127.0.0.1", "--port", str(spec.port))
-        with self.log.open("wb") as log:
+        with spec.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "sglang.launch_server", *address, *spec.flags],
                 stdout=log,
@@ -162,7 +166,7 @@ class SglangServer:
 
     def failure(self, what: str) -> EngineError:
         """An error with the end of the log."""
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in self.spec.log.read_text(errors="replace").splitlines() if line.strip()]
         shown = "\n".join(f"  {line[:240]}" for line in lines[-25:])
         return EngineError(f"server {self.spec.name} {what}; its log ends with\n{shown}")
 
@@ -181,7 +185,7 @@ def running(
     """
     begin = time.monotonic()
     servers = {spec.name: SglangServer(spec, environment) for spec in specs}
-    fleet = Fleet(dict(servers))
+    fleet = Fleet(servers)
     try:
         meanwhile()
         for name, server in servers.items():

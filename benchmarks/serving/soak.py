@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness import ResultRow
+from benchmarks.harness import Plain, ResultRow
 from benchmarks.serving.fleet import Fleet
 from benchmarks.serving.models import ServedModel
 
@@ -68,7 +68,7 @@ def measure(fleet: Fleet, model: ServedModel, backend: str, load: SoakLoad) -> I
         after = ask("complete", prompts, load.output_tokens, load.chunk, True)
     except LookupError:
         return
-    case = {"model": model.name, "layers": model.layers, "backend": backend, "seconds": load.seconds}
+    case: dict[str, Plain] = {"model": model.name, "layers": model.layers, "backend": backend, "seconds": load.seconds}
     case |= {"clients": load.clients}
     yield ResultRow(BENCH, case, "steps", steps, "1")
     for name, count in totals.items():

@@ -18,7 +18,7 @@ def checkpoint(config: Any, dtype: torch.dtype, device: torch.device) -> Iterato
     """(name, tensor) of a Qwen3-MoE checkpoint, in its order."""
     hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
     kv_heads, intermediate = config.num_key_value_heads * config.head_dim, config.moe_intermediate_size
-    layer = {
+    layer: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj.weight": (heads, hidden),
         "self_attn.k_proj.weight": (kv_heads, hidden),
         "self_attn.v_proj.weight": (kv_heads, hidden),
@@ -33,7 +33,7 @@ def checkpoint(config: Any, dtype: torch.dtype, device: torch.device) -> Iterato
         layer[f"mlp.experts.{expert}.gate_proj.weight"] = (intermediate, hidden)
         layer[f"mlp.experts.{expert}.up_proj.weight"] = (intermediate, hidden)
         layer[f"mlp.experts.{expert}.down_proj.weight"] = (hidden, intermediate)
-    shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for index in range(config.num_hidden_layers):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (config.vocab_size, hidden)}

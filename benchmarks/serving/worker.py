@@ -11,6 +11,7 @@ keeps the model's own router. Routing weights are the softmax of the model's own
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class RandomWeights(BaseModelLoader):
     def download_model(self, model_config: Any) -> None:
         """There is nothing to download."""
 
-    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+    def load_weights(self, model: Any, model_config: Any) -> None:
         device = next(model.parameters()).device
         model.load_weights(checkpoint(model_config.hf_text_config, model_config.dtype, device))
         model.forced_routes = ForcedRoutes(model)
@@ -87,7 +88,8 @@ class ForcedRoutes:
         self.input_ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
 
     def _hook(self, layer: int, router: Any) -> None:
-        compute, self._num_experts = router._compute_routing, router.global_num_experts
+        compute: Callable[..., tuple[Tensor, Tensor]] = router._compute_routing
+        self._num_experts = router.global_num_experts
 
         def compute_routing(hidden: Tensor, logits: Tensor, dtype: Any = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
             if self.table is None or is_dummy_batch():
