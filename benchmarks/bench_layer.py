@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +30,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megaflux_kernels.worklist import LayerShape
 from numpy.typing import NDArray
+from torch import Tensor
 
-from benchmarks.harness.rows import RESULTS, ResultRow
+from benchmarks.harness.rows import RESULTS, Plain, ResultRow
 from benchmarks.harness.table import print_table
 from benchmarks.layer_pictures import draw_results
 from benchmarks.layer_rig import expert_weights
@@ -48,7 +50,7 @@ VARIANTS = {"fixed": (False, True), "moving": (True, False), "sticky": (True, Tr
 """Whether there are replica slots, and whether replicas stay."""
 
 
-def make_layer(shape: LayerShape, config: MegaFluxConfig, home_rank: object) -> ReplicatedMoE:
+def make_layer(shape: LayerShape, config: MegaFluxConfig, home_rank: NDArray[np.int32] | None) -> ReplicatedMoE:
     """The layer on this rank with the weights of ``expert_weights``."""
     layout = config.slot_layout(shape.num_experts, shape.num_ranks, home_rank)
     pairs = [expert_weights(shape, int(expert), 0) for expert in layout.home_experts(dist.get_rank())]
@@ -59,7 +61,7 @@ def make_layer(shape: LayerShape, config: MegaFluxConfig, home_rank: object) -> 
 
 def capture(
     layer: ReplicatedMoE, batch: RoutingBatch, stream: torch.cuda.Stream
-) -> tuple[torch.cuda.CUDAGraph, object]:
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """(graph of one batch, its output), after two batches that were not captured."""
     for _ in range(2):
         layer.forward_rank(batch)
@@ -86,7 +88,8 @@ def run_case(name: str, tokens: int, routing: str, options: argparse.Namespace, 
     experts, hidden, intermediate, top_k, slots = SHAPES[name]
     shape = LayerShape(dist.get_world_size(), experts, slots, hidden, intermediate, top_k, tokens)
     topk, home = routes(shape, tokens, routing)
-    batch, stream, expected = make_batch(shape, topk[dist.get_rank()]), torch.cuda.Stream(), None
+    batch, stream = make_batch(shape, topk[dist.get_rank()]), torch.cuda.Stream()
+    expected: Tensor | None = None
     timed: dict[tuple[str, str], Sustained] = {}
     loads: dict[str, int] = {}
     for variant, (replicated, sticky) in VARIANTS.items():
@@ -106,6 +109,7 @@ def run_case(name: str, tokens: int, routing: str, options: argparse.Namespace, 
         different = sum(gather(int((expected.view(torch.int16) != output.view(torch.int16)).sum())))
         if different or not bool(torch.isfinite(expected).all()):
             raise SystemExit(f"{name} {tokens} {routing} {variant}: {different} values differ from fixed")
+        assert layer.on_device is not None
         plan = layer.on_device.last_plan()
         loads[variant] = plan.max_load
         say(
@@ -118,12 +122,12 @@ def run_case(name: str, tokens: int, routing: str, options: argparse.Namespace, 
         layer.on_device.last_plan()  # raises what a wait has left behind
         del layer, graph, output
         torch.cuda.empty_cache()
-    case = {"shape": name, "tokens_per_rank": tokens, "routing": routing, "ranks": shape.num_ranks}
+    case: dict[str, Plain] = {"shape": name, "tokens_per_rank": tokens, "routing": routing, "ranks": shape.num_ranks}
     return result_rows(case, 6 * hidden * intermediate * top_k * tokens, timed, loads)
 
 
 def result_rows(
-    case: dict[str, object], flops: int, timed: dict[tuple[str, str], Sustained], loads: dict[str, int]
+    case: Mapping[str, Plain], flops: int, timed: dict[tuple[str, str], Sustained], loads: dict[str, int]
 ) -> list[ResultRow]:
     """What the times of (protocol, variant) mean; ``flops`` are a rank's, ``loads`` the busiest rank's blocks."""
     rows = []
@@ -151,6 +155,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    assert dist.group.WORLD is not None
     rows = []
     for name in options.shapes:
         for tokens in options.tokens:

@@ -62,12 +62,12 @@ from benchmarks.ep8_grid import (
     replica_slots,
     spread,
 )
-from benchmarks.harness.rows import RESULTS, ResultRow
+from benchmarks.harness.rows import RESULTS, Plain, ResultRow
 from benchmarks.harness.table import print_table
 from benchmarks.layer_timing import START, align, gather, save, say
 from megaflux_serve.config import MegaFluxConfig
 from megaflux_serve.executors.kernels import LayerKernels
-from megaflux_serve.executors.megakernel import MegakernelExecutor
+from megaflux_serve.executors.megakernel import MegakernelExecutor, MegakernelLayer
 from megaflux_serve.layer import ReplicatedMoE
 from megaflux_serve.planning.plan import ReplicaPlan
 from megaflux_serve.routing import RoutingBatch
@@ -105,19 +105,20 @@ class Layer:
                 weights.w13[index].normal_(std=HIDDEN**-0.5, generator=generator)
                 weights.w2[index].normal_(std=INTERMEDIATE**-0.5, generator=generator)
         self.moe = ReplicatedMoE("moe", layout, config, executor, Workspace(slots), home)
-        self.moe.on_device.prepare(TOP_K)
+        assert isinstance(self.moe.on_device, MegakernelLayer)
+        self.on_device = self.moe.on_device
+        self.on_device.prepare(TOP_K)
 
     def step(self, variant: str, batches: list[RoutingBatch]) -> list[Tensor]:
         """One batch; replicas move unless they are to be there already."""
-        layer = self.moe.on_device
-        layer.pipelined = variant != "staged"
+        self.on_device.pipelined = variant != "staged"
         if variant != "resident":
-            layer.resident.fill_(-1)
+            self.on_device.resident.fill_(-1)
         return self.moe.forward(batches)
 
     def last_plan(self) -> ReplicaPlan:
         """The last batch's plan; raises what a wait has left behind."""
-        return self.moe.on_device.last_plan()
+        return self.on_device.last_plan()
 
 
 def make_batches(point: Point, local_ranks: Sequence[int]) -> list[RoutingBatch]:
@@ -183,10 +184,10 @@ class Run:
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.measured = options, []
+        self.options, self.measured = options, list[ResultRow]()
         self.left: Counter[tuple[int, int, str]] = Counter()
         self.gpus, self.local = dist.get_world_size(), local_ranks(RANKS, dist.group.WORLD)
-        self.case = {"shape": f"{HIDDEN}x{INTERMEDIATE}", **spread(self.gpus)}
+        self.case: dict[str, Plain] = {"shape": f"{HIDDEN}x{INTERMEDIATE}", **spread(self.gpus)}
 
     def measure(self, experts: int, seconds: float) -> None:
         """All points of a number of experts, those without replicas in a third of the time."""

@@ -25,7 +25,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.harness.rows import RESULTS, ResultRow
+from benchmarks.harness.rows import RESULTS, Plain, ResultRow
 from benchmarks.harness.table import print_table
 from benchmarks.layer_peers import PEERS, Gathered, installed_peers, make_peers
 from benchmarks.layer_pictures import draw_results, draw_trace
@@ -50,6 +50,10 @@ from megaflux_serve.routing import kappa
 
 LIMIT = 0.005
 VARIANTS = ("fixed", "staged", "pipelined", "resident")
+
+
+Plans = dict[str, tuple[list[dict[str, Tensor]], bool]]
+"""By variant: the local ranks' tables, and whether replicas are copied in a stage of their own."""
 
 
 class Steps:
@@ -66,7 +70,7 @@ class Steps:
         self.graph.replay()
 
 
-def check(rig: Rig, tokens: list[int], topk: list[NDArray[np.int64]], plans: dict[str, tuple], name: str) -> float:
+def check(rig: Rig, tokens: list[int], topk: list[NDArray[np.int64]], plans: Plans, name: str) -> float:
     """Stop the run unless fixed results agree with float64 and the other variants equal them; the relative L2."""
     fixed, errors = None, [0.0]
     for variant, (tables, staged) in plans.items():
@@ -131,7 +135,12 @@ def run_case(rig: Rig, name: str, tokens: int, routing: str, options: argparse.N
         plans["resident"] = (rig.tables(topk, dataclasses.replace(plan, transfers=plan.transfers[:0])), False)
     plans = {variant: plan for variant, plan in plans.items() if variant in options.variants}
     error = check(rig, each, topk, plans, f"{name} {tokens} {routing}")
-    case = {"shape": name, "tokens_per_rank": tokens, "routing": routing, "ranks": rig.shape.num_ranks}
+    case: dict[str, Plain] = {
+        "shape": name,
+        "tokens_per_rank": tokens,
+        "routing": routing,
+        "ranks": rig.shape.num_ranks,
+    }
     if rig.config.trace:
         return trace_rows(rig, each, plans, case)
     steps: dict[str, tuple[Callable[[], object], torch.cuda.Stream]] = {}
@@ -179,7 +188,7 @@ def time_steps(
 
 
 def result_rows(
-    case: dict[str, object],
+    case: Mapping[str, Plain],
     shape: LayerShape,
     topk: list[NDArray[np.int64]],
     plans: tuple[ReplicaPlan, ReplicaPlan],
@@ -187,13 +196,13 @@ def result_rows(
 ) -> list[ResultRow]:
     """What the times mean; ``plans`` are fixed and replicated."""
     fixed, plan = plans
-    flops = 6 * shape.hidden * shape.intermediate * shape.top_k * int(case["tokens_per_rank"])  # type: ignore[call-overload]
+    flops = 6 * shape.hidden * shape.intermediate * shape.top_k * int(case["tokens_per_rank"])
     rows: list[ResultRow] = []
 
     def add(variant: str, protocol: str, metric: str, value: float, unit: str, base: float | None = None) -> None:
         at = {**case, "variant": variant, "protocol": protocol}
         baseline = None if base is None else {"name": "fixed", "value": base}
-        rows.append(ResultRow("layer_forward", at, metric, value, unit, baseline))  # type: ignore[arg-type]
+        rows.append(ResultRow("layer_forward", at, metric, value, unit, baseline))
 
     for (protocol, variant), run in timed.items():
         base = timed[protocol, "fixed"].ms
@@ -217,7 +226,7 @@ def result_rows(
     return rows
 
 
-def trace_rows(rig: Rig, tokens: list[int], plans: dict[str, tuple], case: dict[str, object]) -> list[ResultRow]:
+def trace_rows(rig: Rig, tokens: list[int], plans: Plans, case: Mapping[str, Plain]) -> list[ResultRow]:
     """Where the time of a launch goes, microseconds since the first CTA's start: mean and last over the CTAs."""
     rows = []
     for variant, (tables, staged) in plans.items():

@@ -17,8 +17,9 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import comb
 from pathlib import Path
 
@@ -31,13 +32,13 @@ from megaflux_kernels.totals_map import Total
 from megaflux_kernels.worklist import LayerShape
 
 from benchmarks.bench_layer import make_batch
-from benchmarks.harness.rows import RESULTS, ResultRow
+from benchmarks.harness.rows import RESULTS, Plain, ResultRow
 from benchmarks.harness.table import print_table
 from benchmarks.layer_rig import expert_weights
 from benchmarks.layer_timing import align, gather, save, say
 from benchmarks.layer_workloads import SHAPES, routes
 from megaflux_serve.config import MegaFluxConfig
-from megaflux_serve.executors import select_executor
+from megaflux_serve.executors import DeviceExecutor, Executor, select_executor
 from megaflux_serve.layer import ReplicatedMoE
 from megaflux_serve.metrics.meter import Meter
 from megaflux_serve.metrics.snapshot import Worker
@@ -61,7 +62,9 @@ class Variant:
         home: weights that every layer gets a copy of.
     """
 
-    def __init__(self, shape: LayerShape, config: MegaFluxConfig, executor: object, home: ExpertWeights) -> None:
+    def __init__(
+        self, shape: LayerShape, config: MegaFluxConfig, executor: Executor | DeviceExecutor, home: ExpertWeights
+    ) -> None:
         layout = config.slot_layout(shape.num_experts, shape.num_ranks)
         self.executor, self.top_k, self.metrics = executor, shape.top_k, config.metrics
         self.layers = [
@@ -74,10 +77,10 @@ class Variant:
         return [layer.forward_rank(batch) for layer in self.layers]
 
     @contextmanager
-    def published(self, folder: Path):
+    def published(self, folder: Path) -> Iterator[None]:
         """Publish as a server's worker does, if there is anything to publish."""
         if not self.metrics:
-            yield None
+            yield
             return
         worker = Worker("vllm", "0", "layers", dist.get_rank(), dist.get_world_size(), "megakernel", True, False)
         meter = Meter(worker, self.executor)
@@ -85,13 +88,14 @@ class Variant:
             meter.watch(layer, self.top_k)
         meter.publish_every(PUBLISH_S, folder)
         try:
-            yield meter
+            yield
         finally:
             meter.stop()
 
     def batches_counted(self) -> int:
         """Batches that the device has added, all layers together."""
-        return sum(int(layer.on_device.totals[0, Total.BATCHES]) for layer in self.layers)
+        totals = [layer.on_device.totals for layer in self.layers if layer.on_device is not None]
+        return sum(int(of_layer[0, Total.BATCHES]) for of_layer in totals if of_layer is not None)
 
 
 def span_ms(step: Callable[[], object], count: int) -> float:
@@ -108,19 +112,23 @@ def span_ms(step: Callable[[], object], count: int) -> float:
             queued.pop(0).synchronize()  # keep the queue short
     end.record()
     torch.cuda.synchronize()
-    return max(gather(begin.elapsed_time(end) / count))
+    step_ms: float = begin.elapsed_time(end) / count
+    return max(gather(step_ms))
 
 
-def run_case(name: str, mode: str, tokens: int, variants: dict[str, Variant], options: argparse.Namespace):
+def run_case(
+    name: str, mode: str, tokens: int, variants: dict[str, Variant], options: argparse.Namespace
+) -> list[ResultRow]:
     """Time one case; rows."""
     experts, hidden, intermediate, top_k, slots = SHAPES[name]
     shape = LayerShape(dist.get_world_size(), experts, slots, hidden, intermediate, top_k, tokens)
     batch = make_batch(shape, routes(shape, tokens, "zipf-3")[0][dist.get_rank()])
-    steps, outputs = {}, {}
+    steps: dict[str, Callable[[], object]] = {}
+    outputs: dict[str, list[torch.Tensor]] = {}
     for variant, layers in variants.items():
         layers.step(batch)
         align()
-        steps[variant] = lambda layers=layers: layers.step(batch)
+        steps[variant] = partial(layers.step, batch)
         if mode == "graph":
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -151,7 +159,7 @@ def run_case(name: str, mode: str, tokens: int, variants: dict[str, Variant], op
     say(
         f"{mode} {tokens}: {medians} ms a layer, with metrics {np.round(more, 2).tolist()} % more, {count} steps a turn"
     )
-    case = {"shape": name, "tokens_per_rank": tokens, "ranks": shape.num_ranks, "mode": mode}
+    case: dict[str, Plain] = {"shape": name, "tokens_per_rank": tokens, "ranks": shape.num_ranks, "mode": mode}
     return [
         ResultRow(BENCH, case, "overhead_pct", float(np.median(more)), "%"),
         ResultRow(BENCH, case, "overhead_error_pct", (high - low) / 2, "%"),

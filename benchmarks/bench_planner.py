@@ -32,6 +32,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,6 +46,7 @@ from numpy.typing import NDArray
 from benchmarks import cases
 from benchmarks.harness import (
     RESULTS,
+    Plain,
     ResultRow,
     RunContext,
     figure,
@@ -213,7 +215,7 @@ def measure(setting: Setting, rig: Rig, ids: NDArray[np.int32], group: dist.Proc
     stages, samples = stage_us(rig, group), replay_us(rig, group)[None]
     rig.assert_no_failure()
     if group is not None:
-        gathered: list = [None] * dist.get_world_size(group)
+        gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, samples[0], group=group)
         samples = np.stack(gathered)
     total, rows = summarise(samples), counts.sum(axis=0)[None]
@@ -237,7 +239,7 @@ def measure(setting: Setting, rig: Rig, ids: NDArray[np.int32], group: dist.Proc
     baselines = {"search_us": {"name": "CPU planner", "value": planning}}
     if setting.experts in PAPER_US:
         baselines["total_us"] = {"name": "paper, 8 B200", "value": PAPER_US[setting.experts]}
-    case = {
+    case: dict[str, Plain] = {
         "experts": setting.experts,
         "ranks": len(ids),
         "tokens_per_rank": setting.tokens,

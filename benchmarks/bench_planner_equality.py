@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from megaflux_kernels.layout import SearchShape
+from megaflux_kernels.planner_map import PlannerShape
 from megaflux_kernels.worklist import LayerShape, Tiling, forward_work
 from numpy.typing import NDArray
 
@@ -110,8 +111,8 @@ def compare_plans(cases_per_group: int, pending: dict[Any, list[AsyncResult[Any]
                         difference = first_difference(expected, layout.split(again[case]))
                     tally.add(f"{shape} group {index} case {case}", difference)
         print(f"plans {shape}: {tally.equal}/{tally.cases} equal, {time.monotonic() - start:.1f} s", flush=True)
-        case = {"part": "plans", "experts": shape[0], "ranks": shape[1], "replica_slots": shape[2], "emulated": True}
-        rows.append(_row(case, tally))
+        at = {"part": "plans", "experts": shape[0], "ranks": shape[1], "replica_slots": shape[2], "emulated": True}
+        rows.append(_row(at, tally))
     return rows
 
 
@@ -132,7 +133,7 @@ def compare_batches(shapes: tuple[tuple[int, int, int, int], ...], group: Proces
         rng, tally = np.random.default_rng([SEED, experts, ranks]), Tally()
         home = rng.permutation(np.arange(experts, dtype=np.int32) % ranks)
         layout = SlotLayout(experts, ranks, slots, home)
-        shape, layer, _ = batch_job(*batch_shape, real=group is not None)
+        shape, layer = batch_shapes(*batch_shape, real=group is not None)
         rig = make_rig(shape, group, home, layer)
         held = layout.no_replicas()
         for batch in range(BATCHES):
@@ -157,17 +158,17 @@ def compare_batches(shapes: tuple[tuple[int, int, int, int], ...], group: Proces
     return rows
 
 
-def batch_job(experts: int, ranks: int, slots: int, top_k: int, real: bool) -> Job:
+def batch_shapes(experts: int, ranks: int, slots: int, top_k: int, real: bool) -> tuple[PlannerShape, LayerShape]:
     """What the batches of a shape are compiled for, on real or virtual ranks."""
     from benchmarks.planner_rig import planner_shape
 
     layer = LayerShape(ranks, experts, slots, 2048, 768, top_k, MAX_TOKENS)
-    return Job(planner_shape(SearchShape(experts, ranks, slots), top_k, MAX_TOKENS, 1 if real else ranks), layer)
+    return planner_shape(SearchShape(experts, ranks, slots), top_k, MAX_TOKENS, 1 if real else ranks), layer
 
 
 def random_ids(rng: np.random.Generator, experts: int, top_k: int, batch: int) -> NDArray[np.int32]:
     """int32 [M, k] distinct experts of each token, skewed more from batch to batch; sometimes no token or one."""
-    num = int(rng.choice([0, 1, MAX_TOKENS, rng.integers(2, MAX_TOKENS)])) if batch else MAX_TOKENS
+    num = int(rng.choice([0, 1, MAX_TOKENS, int(rng.integers(2, MAX_TOKENS))])) if batch else MAX_TOKENS
     scores = rng.random((num, experts)) + 0.2 * batch * np.linspace(0, 1, experts)
     return np.argpartition(-scores, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
 
@@ -236,9 +237,9 @@ def compare_real() -> tuple[bool, list[ResultRow]]:
     device = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=torch.device("cuda", device))
-    shapes = tuple((experts, dist.get_world_size(), *rest) for experts, *rest in REAL_SHAPES)
+    shapes = tuple((experts, dist.get_world_size(), slots, top_k) for experts, slots, top_k in REAL_SHAPES)
     if dist.get_rank() == 0:
-        compile_all([batch_job(*shape, real=True) for shape in shapes])
+        compile_all([Job(*batch_shapes(*shape, real=True)) for shape in shapes])
     dist.barrier()
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, compare_batches(shapes, dist.group.WORLD))
@@ -250,7 +251,8 @@ def compare_real() -> tuple[bool, list[ResultRow]]:
 
 def compare_virtual(cases_per_group: int) -> list[ResultRow]:
     """Compare batches and plans on this device."""
-    compile_all([batch_job(*shape, real=False) for shape in BATCH_SHAPES] + [Job(SearchShape(*s)) for s in SHAPES])
+    batches = [Job(*batch_shapes(*shape, real=False)) for shape in BATCH_SHAPES]
+    compile_all(batches + [Job(SearchShape(*shape)) for shape in SHAPES])
     with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 2) - 2)) as pool:
         pending = start_reference(pool, cases_per_group)
         return compare_batches(BATCH_SHAPES, None) + compare_plans(cases_per_group, pending)

@@ -79,6 +79,7 @@ def join() -> dist.ProcessGroup:
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     if RANKS % dist.get_world_size():
         raise SystemExit(f"{RANKS} ranks on {dist.get_world_size()} GPUs: only 1, 2, 4 or 8 hold equally many")
+    assert dist.group.WORLD is not None
     return dist.group.WORLD
 
 

@@ -92,8 +92,9 @@ def _configuration(like: Record, times: Times, ideal: float) -> Iterator[Record]
     yield row("pipelined", "ideal_speedup", ideal, "1")
     hidden = _hidden_pct(times)
     if hidden is not None:
-        label = paper.HIDDEN_PCT.get(case["tokens_per_rank"])
-        yield row("pipelined", "hidden_pct", hidden, "%", label and {"name": paper.MACHINE, "value": label})
+        known = paper.HIDDEN_PCT.get(case["tokens_per_rank"])
+        baseline = None if known is None else {"name": paper.MACHINE, "value": known}
+        yield row("pipelined", "hidden_pct", hidden, "%", baseline)
 
 
 def _hidden_pct(times: Times) -> float | None:
@@ -103,8 +104,8 @@ def _hidden_pct(times: Times) -> float | None:
         if "resident" in measured:
             by_process[process].append([measured[name] for name in ("staged", "pipelined", "resident")])
     shares = []
-    for measured in by_process.values():
-        share = hidden_pct(*np.median(measured, axis=0))
+    for realisations in by_process.values():
+        share = hidden_pct(*np.median(realisations, axis=0))
         if share is None:
             return None
         shares.append(share)
@@ -116,7 +117,7 @@ class Values:
 
     def __init__(self, records: Sequence[Record]) -> None:
         self.case = records[0]["case"]
-        self._found = {}
+        self._found: dict[tuple[str, str, int, str], dict[int, float]] = {}
         for record in records:
             case = record["case"]
             key = (record["metric"], case["variant"], case["experts"], case["routing"])
@@ -147,12 +148,12 @@ def draw_figure3(values: Values, path: Path) -> None:
         for axis, routing in zip(axes, routings, strict=True):
             for experts in EXPERTS:
                 if curve := curves[routing, experts]:
-                    axis.plot(curve.keys(), curve.values(), marker="o", ms=3, label=f"E {experts}")
+                    axis.plot([*curve], [*curve.values()], marker="o", ms=3, label=f"E {experts}")
             if routing in paper.PEAKS:
                 axis.axhline(paper.PEAKS[routing], color="black", ls=":", lw=1, label="paper's highest")
             if routing == HIDING_ROUTING:
                 known = paper.REAL_HIGH_256
-                axis.plot(known.keys(), known.values(), "x", color="black", label="paper, E 256")
+                axis.plot([*known], [*known.values()], "x", color="black", label="paper, E 256")
             axis.axhline(1.0, color="0.4", lw=0.8)
             axis.set_ylim(min(gains) - 0.05, max(gains) + 0.05)
             _tokens_axis(axis, {m for experts in EXPERTS for m in curves[routing, experts]})
@@ -178,7 +179,7 @@ def draw_figure4(values: Values, path: Path) -> None:
         for axis, routing in zip(axes, routings, strict=True):
             for variant in VARIANTS[1:]:
                 curve = curves[routing, variant]
-                axis.plot(curve.keys(), curve.values(), marker="o", ms=3, label=variant)
+                axis.plot([*curve], [*curve.values()], marker="o", ms=3, label=variant)
             for index, (tokens, ends) in enumerate(paper.STAGED_256.items()):
                 label = None if index else "staged, paper, all four routings"
                 axis.plot([tokens, tokens], ends, "-", color="black", lw=2, label=label)

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.harness.rows import RESULTS, ResultRow, RunContext, write_results
+from benchmarks.harness.rows import RESULTS, Plain, ResultRow, RunContext, write_results
 from benchmarks.harness.table import print_table
 from benchmarks.layer_workloads import SHAPES
 
@@ -87,7 +87,8 @@ def rows(shape: str, text: str) -> Iterator[ResultRow]:
         elif kernel and (match := VALUE.match(line)) and match[1] in COUNTERS:
             found[kernel, match[1]].append(float(match[3].replace(",", "")) * SCALES[match[2]])
     for kernel in ("forward", "combine"):
-        case = {"shape": shape, "tokens_per_rank": TOKENS, "routing": "uniform", "ranks": 1, "kernel": kernel}
+        case: dict[str, Plain] = {"shape": shape, "tokens_per_rank": TOKENS, "routing": "uniform"}
+        case |= {"ranks": 1, "kernel": kernel}
         for counter, (metric, unit) in COUNTERS.items():
             if len(found[kernel, counter]) != LAUNCHES:
                 raise ValueError(f"{shape}: {len(found[kernel, counter])} of {LAUNCHES} values of {kernel} {counter}")

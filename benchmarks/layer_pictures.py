@@ -29,7 +29,11 @@ STAGES = {
 def draw_results(rows: Sequence[ResultRow], path: Path) -> None:
     """Sustained TFLOP/s a GPU: a panel a shape and batch size, a group a routing, a bar a variant."""
     values = {
-        (f"{row.case['shape']}, {row.case['tokens_per_rank']}", row.case["routing"], row.case["variant"]): row.value
+        (
+            f"{row.case['shape']}, {row.case['tokens_per_rank']}",
+            str(row.case["routing"]),
+            str(row.case["variant"]),
+        ): row.value
         for row in rows
         if row.metric == "tflops_per_gpu" and row.case["protocol"] == "sustained"
     }

@@ -73,12 +73,11 @@ class Rig:
         self.ranks = [ForwardBuffers(shape, config, memory, timeout_s) for memory, _ in memories]
         home, replicas = weight_maps(shape)
         self.pools = [WeightPool(home, memory) for _, memory in memories]
-        self.replicas = [
-            tuple(
-                torch.zeros(region.extents, dtype=torch.bfloat16, device="cuda") for region in replicas.regions.values()
-            )
-            for _ in memories
-        ]
+        extents = [region.extents for region in replicas.regions.values()]
+        self.replicas: list[tuple[Tensor, Tensor]] = []
+        for _ in memories:
+            w1, w2 = (torch.zeros(extent, dtype=torch.bfloat16, device="cuda") for extent in extents)
+            self.replicas.append((w1, w2))
         self.layers = [ForwardLayer(*of_rank) for of_rank in zip(self.ranks, self.pools, self.replicas, strict=True)]
         self.streams = [torch.cuda.Stream() for _ in self.ranks]
         self.topk_weights, self.out = [], []
@@ -93,7 +92,12 @@ class Rig:
     def place(self, home_rank: NDArray[np.int32] | None) -> None:
         """Put the home weights where ``home_rank`` says."""
         shape = self.shape
-        self.layout = SlotLayout(shape.num_experts, shape.num_ranks, shape.num_replica_slots, home_rank)
+        self.layout = SlotLayout(
+            shape.num_experts,
+            shape.num_ranks,
+            shape.num_replica_slots,
+            home_rank,  # type: ignore[arg-type]
+        )
         torch.cuda.synchronize()
         for rank, pool in zip(self.ranks, self.pools, strict=True):
             for index, expert in enumerate(self.layout.home_experts(rank.rank)):

@@ -8,23 +8,26 @@ during that half.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from benchmarks.harness.gpu_meter import GpuMeter
-from benchmarks.harness.rows import ResultRow, RunContext, write_results
+from benchmarks.harness.rows import Plain, ResultRow, RunContext, write_results
 
 REST_S = 0.5
 """Seconds of rest before every sustained run: without it, its speed depended on what had run before."""
 
 PROTOCOLS = ("burst", "sustained")
 START = time.monotonic()
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,14 @@ class Sustained:
     ms: float
     states: tuple[tuple[float, float], ...]
 
-    def rows(self, bench: str, case: dict[str, object]) -> list[ResultRow]:
+    def rows(self, bench: str, case: Mapping[str, Plain]) -> list[ResultRow]:
         """Clock and power, each the mean over the ranks."""
         if not self.states:
             return []
         clock, power = np.mean(self.states, axis=0)
         return [
-            ResultRow(bench, case, "sm_clock_mhz", float(clock), "MHz"),  # type: ignore[arg-type]
-            ResultRow(bench, case, "power_w", float(power), "W"),  # type: ignore[arg-type]
+            ResultRow(bench, case, "sm_clock_mhz", float(clock), "MHz"),
+            ResultRow(bench, case, "power_w", float(power), "W"),
         ]
 
 
@@ -63,9 +66,9 @@ def save(path: Path, rows: Sequence[ResultRow]) -> None:
         write_results(path, rows, RunContext.current(device, "torch", "nvidia-cutlass-dsl"))
 
 
-def gather(value: object) -> list:
+def gather(value: Value) -> list[Value]:
     """The value of every rank."""
-    values: list = [None] * dist.get_world_size()
+    values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
@@ -130,8 +133,9 @@ def sustained(step: Callable[[], object], stream: torch.cuda.Stream, estimate_ms
     at = dict(events)
     half_ms = at[count].elapsed_time(at[2 * count])
     state = watch.stop(half_ms / 1000) if watch is not None else None
-    measured = gather((half_ms / count, state and (state.sm_clock_mhz, state.power_w)))
-    return Sustained(max(ms for ms, _ in measured), tuple(state for _, state in measured if state is not None))
+    clock_and_power = None if state is None else (state.sm_clock_mhz, state.power_w)
+    measured = gather((half_ms / count, clock_and_power))
+    return Sustained(max(ms for ms, _ in measured), tuple(found for _, found in measured if found is not None))
 
 
 def hidden_pct(staged: float, pipelined: float, resident: float) -> float | None:

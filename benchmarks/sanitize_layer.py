@@ -59,6 +59,7 @@ def main() -> None:
     for seed, sizes in enumerate(([MAX_TOKENS] * ranks, [1] + [77] * (ranks - 1), [0] * ranks, [130] * ranks)):
         batches = [host_batch(rank, tokens, seed) for rank, tokens in enumerate(sizes)]
         outputs = [[output.cpu() for output in layer.forward(batches)] for layer in (fixed, replicated)]
+        assert replicated.on_device is not None
         plan = replicated.on_device.last_plan()
         for one, other in zip(*outputs, strict=True):
             if not torch.equal(one, other) or not bool(torch.isfinite(one.float()).all()):

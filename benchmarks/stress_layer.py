@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness.rows import RESULTS, ResultRow
 from benchmarks.layer_timing import align, gather, save, say
 from megaflux_serve.config import MegaFluxConfig
-from megaflux_serve.executors import select_executor
+from megaflux_serve.executors import DeviceExecutor, select_executor
 from megaflux_serve.routing import RoutingBatch
 from tests.kernels.layer_cases import LIMIT, DeviceCase
 
@@ -72,9 +72,8 @@ class Batches:
     def __next__(self) -> RoutingBatch:
         tokens, case = self.num_tokens(), self.case
         ids = self.scores(tokens).topk(case.top_k, dim=1).indices.int()
-        draw = {"generator": self.generator, "device": "cuda"}
-        rows = torch.randn(tokens, case.hidden, dtype=torch.bfloat16, **draw)
-        weights = torch.rand(tokens, case.top_k, **draw)
+        rows = torch.randn(tokens, case.hidden, dtype=torch.bfloat16, generator=self.generator, device="cuda")
+        weights = torch.rand(tokens, case.top_k, generator=self.generator, device="cuda")
         return RoutingBatch(rows, ids, weights / weights.sum(1, keepdim=True))
 
 
@@ -83,6 +82,7 @@ def run(case: DeviceCase, launches: int, seconds: float) -> list[ResultRow]:
     rank = dist.get_rank()
     config = MegaFluxConfig(executor="megakernel", replica_slots=case.num_slots, max_tokens=case.max_tokens)
     executor = select_executor(config, case.num_ranks, dist.group.WORLD)
+    assert isinstance(executor, DeviceExecutor)
     options = (config.model_copy(update={"replica_slots": 0}), config, config.model_copy(update={"sticky": False}))
     fixed, sticky, moving = (case.layer(executor, option) for option in options)
     batches, differ = Batches(case, rank), torch.zeros(LOOK, dtype=torch.int64, device="cuda")
@@ -97,6 +97,7 @@ def run(case: DeviceCase, launches: int, seconds: float) -> list[ResultRow]:
         if launch % EXACT == 0:
             errors += case.errors([batch], [output])
         if launch % LOOK == LOOK - 1:
+            assert layer.on_device is not None
             replicas += layer.on_device.last_plan().num_replicas
             found = [(launch - LOOK + 1 + i, count) for i, count in enumerate(differ.tolist()) if count]
             if found or not max(errors) < LIMIT:
@@ -106,6 +107,7 @@ def run(case: DeviceCase, launches: int, seconds: float) -> list[ResultRow]:
                 launches = launch + 1
                 break
     torch.cuda.synchronize()
+    assert moving.on_device is not None
     moving.on_device.last_plan()  # raises what a wait has left behind
     total, differing, worst, elapsed, seen = zip(
         *gather((sum(sizes), int(differ.sum()), max(errors), time.monotonic() - begin, replicas)), strict=True

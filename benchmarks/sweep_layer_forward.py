@@ -21,8 +21,10 @@ from megaflux_kernels.transfer import compile_transfer
 from megaflux_kernels.worklist import LayerShape, Tiling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.bench_layer_forward import ROUTINGS, SHAPES, make_rig, run_case, save, say
+from benchmarks.bench_layer_forward import make_rig, run_case
 from benchmarks.harness.rows import RESULTS
+from benchmarks.layer_timing import save, say
+from benchmarks.layer_workloads import ROUTINGS, SHAPES
 
 CHOICES = {
     "groups-8": Tiling(group_blocks=8),
