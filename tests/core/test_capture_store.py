@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -87,6 +88,24 @@ def test_records_of_many_processes_are_all_there(tmp_path: Path) -> None:
     for found in store.records():
         process, i = map(int, found.id.split("-"))
         assert np.array_equal(found.routes, record(found.id, process * 20 + i).routes)
+
+
+def test_threads_that_share_a_writer_do_not_write_into_each_other_s_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os_write = os.write
+
+    def write_a_part(file: int, data: bytes) -> int:
+        time.sleep(0.0001)  # another thread's turn
+        return os_write(file, data[:100])
+
+    monkeypatch.setattr(os, "write", write_a_part)
+    store = ReplayStore.create(tmp_path, MODEL)
+    with store.writer() as writer, ThreadPoolExecutor(4) as threads:
+        sizes = list(threads.map(writer.append, [record(str(i), i) for i in range(12)]))
+    assert (sorted(found_ids(store), key=int), store.scan()[1]) == (list(map(str, range(12))), [])
+    (shard,) = (tmp_path / "shards").iterdir()
+    assert (writer.num_records, writer.num_bytes) == (12, sum(sizes)) == (12, shard.stat().st_size)
 
 
 @pytest.mark.parametrize("written", [1, 30, 36, 90, 400, -1])
@@ -337,7 +356,18 @@ def test_a_shard_that_the_disk_does_not_give_is_named_and_the_others_are_read(
     assert [entry.id for entry in seal(fresh, "the rest").records] == ["b"]
 
 
-def test_every_new_folder_and_file_has_its_name_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_is_deleted_behind_the_index_is_named_by_whoever_reads_it(tmp_path: Path) -> None:
+    store = filled(tmp_path, "a")
+    (entry,) = store.scan()[0]
+    (tmp_path / "shards" / entry.shard).unlink()
+    with pytest.raises(InputError, match=f"{entry.shard}: cannot be read .*No such file"):
+        store.read(entry.shard, entry.offset, entry.size)
+    assert not store.is_sound(entry)
+
+
+def test_new_names_are_flushed_at_once_and_records_on_sync_close_and_seal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flushed, fsync = set(), os.fsync
 
     def noted(file: int) -> None:
@@ -349,11 +379,19 @@ def test_every_new_folder_and_file_has_its_name_flushed(tmp_path: Path, monkeypa
     store = ReplayStore.create(folder, MODEL)
     assert flushed >= {tmp_path, tmp_path / "new", folder}
     with store.writer() as writer:
+        writer.sync()  # nothing is there yet
         writer.append(record("a"))
+        (shard,) = (folder / "shards").iterdir()
         assert folder / "shards" in flushed
+        assert shard not in flushed
+        writer.sync()
+        assert shard in flushed
+        writer.append(record("b"))
+        flushed.clear()
+    assert shard in flushed
     flushed.clear()
     seal(store, "w")
-    assert flushed >= {next((folder / "shards").iterdir()), folder / "windows"}
+    assert flushed >= {shard, folder / "windows"}
 
 
 def test_two_processes_cannot_make_one_store_of_two_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
