@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -30,7 +31,7 @@ from megaflux_serve.capture import (
     window_demand,
     window_names,
 )
-from megaflux_serve.capture.frame import encode
+from megaflux_serve.capture.frame import HEADER, MAGIC, _next_header, encode
 from megaflux_serve.errors import ConfigError, InputError
 from megaflux_serve.routepack.demand import Demand
 from tests.oracles.replay_routes import random_routes
@@ -448,6 +449,30 @@ def test_a_flipped_byte_costs_one_record_which_is_named(
     assert {entry.id for entry in entries} | {hit.id} == set("abcdef")
     if hit.id not in {entry.id for entry in entries}:
         assert [(damage.offset, damage.size) for damage in damages] == [(hit.offset, hit.size)]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 7, 16, 4096])
+def test_the_next_header_is_found_wherever_one_reading_ends_and_the_next_begins(tmp_path: Path, chunk: int) -> None:
+    header = b"".join(encode(record("a")))[: HEADER.size]
+    noise = MAGIC + MAGIC[:3] + MAGIC  # looks like a header, and is none
+    (tmp_path / "shard").write_bytes(noise + header + noise + header)
+    second = 2 * len(noise) + len(header)
+    end = second + len(header)
+    with (tmp_path / "shard").open("rb") as file:
+        found = [_next_header(file.fileno(), "shard", start, end, chunk) for start in range(end + 1)]
+    first = len(noise)
+    assert found == [first] * (first + 1) + [second] * (second - first) + [end] * (end - second)
+
+
+def test_frames_of_another_version_are_refused_and_not_taken_for_damage(tmp_path: Path) -> None:
+    filled(tmp_path, "a")
+    (shard,) = (tmp_path / "shards").iterdir()
+    data = bytearray(shard.read_bytes())
+    data[4] = 2
+    data[HEADER.size - 4 : HEADER.size] = zlib.crc32(data[: HEADER.size - 4]).to_bytes(4, "little")
+    shard.write_bytes(data)
+    with pytest.raises(InputError, match="holds frames of version 2; allowed: version 1"):
+        ReplayStore(tmp_path).scan()
 
 
 def test_a_window_holds_the_demand_of_its_records_in_order_of_their_ids(tmp_path: Path) -> None:
