@@ -31,9 +31,9 @@ class Command(TyperCommand):
             return super().invoke(ctx)
 
     def flag(self, field: str) -> str:
-        """The option that set a field of the library: ``num_ranks`` is set by ``--ranks``."""
-        name = field.removeprefix("num_").removesuffix("_s")
-        return next((param.opts[0] for param in self.params if param.name in (field, name)), field)
+        """The option that set a field of the library: ``--ranks`` for ``num_ranks``, ``--budget`` for ``budget_s``."""
+        name = field.removeprefix("num_")
+        return next((param.opts[0] for param in self.params if f"{name}_".startswith(f"{param.name}_")), field)
 
 
 class Commands(typer.Typer):
@@ -53,7 +53,7 @@ def file_to_write(param: typer.CallbackParam, path: Path | None) -> Path | None:
     """Callback of an option that names a file to write; its folders are created later.
 
     Raises:
-        ConfigError: the path is a folder, or no file can be made there.
+        ConfigError: the path is a folder or a device, which a file must not replace, or no file can be made there.
     """
     if path is not None and not _can_be_written(path):
         raise ConfigError(param.opts[0], str(path), "a file, in a folder that can be written")
@@ -72,7 +72,7 @@ def folder_to_make(param: typer.CallbackParam, path: Path | None) -> Path | None
 
 
 def _can_be_written(path: Path) -> bool:
-    if path.is_dir():
+    if path.exists() and not path.is_file():
         return False
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     return folder.is_dir() and os.access(folder, os.W_OK)

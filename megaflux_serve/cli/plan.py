@@ -156,7 +156,7 @@ def _forecast(routing: Trace, scenario: Scenario) -> dict[str, list[Step]]:
     for layer in routing.layers:
         scenario.layout(layer)
     num_plans = sum(layer.num_batches(scenario.batch_tokens) for layer in routing.layers)
-    with progress(Console(stderr=True)) as bar:
+    with progress() as bar:
         task = bar.add_task("planning batches", total=num_plans)
         steps: dict[str, list[Step]] = {}
         for layer in routing.layers:

@@ -17,10 +17,16 @@ from rich.table import Table
 from megaflux_serve.cli.summary import LayerSummary
 
 
-def progress(console: Console) -> Progress:
-    """A progress bar that vanishes when the work is done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
+def progress(counted: bool = True) -> Progress:
+    """A progress bar on standard error that vanishes when the work is done; none where that is no terminal.
+
+    Args:
+        counted: show how many steps of how many are done.
+    """
+    console = Console(stderr=True)
+    counts = (MofNCompleteColumn(),) if counted else ()
+    columns = (TextColumn("{task.description}"), BarColumn(), *counts, TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def layer_table(layers: Sequence[LayerSummary], total: LayerSummary) -> Table:

@@ -82,7 +82,7 @@ def verify(store: Store) -> None:
     windows, faults = windows_of(opened)
     num_windows = len(windows) + len(faults)
     faults = [*map(str, damages), *faults]
-    with progress(console) as bar:
+    with progress() as bar:
         for entry in bar.track(entries, description="records"):
             if not opened.is_sound(entry):
                 lost = "the checksum of the body does not match, or it cannot be read"
@@ -168,7 +168,7 @@ def export(
 ) -> None:
     """Write the routes of a window in the form of a training framework."""
     opened = open_window(ReplayStore(store), window)
-    with progress(Console()) as bar:
+    with progress() as bar:
         records = list(bar.track(opened, total=len(opened), description="read"))
     export_records(records, form, out)
     print(f"{out}: {len(records):,} records as {form}")
@@ -191,7 +191,7 @@ def import_file(
         raise InputError("--model", "is missing", f"EXPERTS,TOP_K,LAYERS[,FIRST_MOE_LAYER] of the new store {store}")
     shape = ReplayStore(store).model if model is None else _model(model)
     records = list(import_records(source, form, shape, prompt_tokens, task=task, weights_version=weights))
-    with ReplayStore.create(store, shape).writer() as writer, progress(Console()) as bar:
+    with ReplayStore.create(store, shape).writer() as writer, progress() as bar:
         for record in bar.track(records, description="append"):
             writer.append(record)
     print(f"{store}: {writer.num_records:,} records appended, {writer.num_bytes:,} bytes")

@@ -18,11 +18,11 @@ from typing import Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from megaflux_serve.cli.command import Commands, file_to_write, folder_to_make
 from megaflux_serve.cli.moves import moves
+from megaflux_serve.cli.render import progress
 from megaflux_serve.durable import write_atomically
 from megaflux_serve.errors import ConfigError, InputError
 from megaflux_serve.routepack.demand import Demand
@@ -148,7 +148,7 @@ def plan(
     options = replace(job.options(demand.num_trajectories, communication, bubble), certify_rows_s=certify_rows)
     before = load_plan(previous).placement if previous else None
     console = Console()
-    with _progress(console, as_json) as report:
+    with _progress() as report:
         made = plan_window(demand, None, topology, options, before, progress=report)
     policies = compare_policies(demand, made, options) if png or not as_json else []
     if out:
@@ -181,7 +181,7 @@ def compare(
     demand = Demand.load(window)
     options = job.options(demand.num_trajectories)
     console = Console()
-    with _progress(console, as_json) as report:
+    with _progress() as report:
         made = plan_window(demand, None, topology, options, progress=report)
     policies = compare_policies(demand, made, options)
     if png:
@@ -208,7 +208,7 @@ def replay(
     for path in windows:
         demand = Demand.load(path)
         options = job.options(demand.num_trajectories)
-        with _progress(console, as_json) as report:
+        with _progress() as report:
             made.append(plan_window(demand, None, topology, options, placement, progress=report))
         placement = made[-1].placement
         identity = Placement.identity(demand.num_layers, demand.num_experts, job.ranks)
@@ -324,9 +324,8 @@ def _draw_window(path: Path, demand: Demand, made: WindowPlan, policies: Sequenc
 
 
 @contextmanager
-def _progress(console: Console, hidden: bool) -> Iterator[Callable[[str, float], None]]:
-    """A progress bar that names the step and vanishes at the end."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    """A progress bar that names the step."""
+    with progress(counted=False) as bar:
         task = bar.add_task("place", total=1.0)
         yield lambda step, share: bar.update(task, description=step, completed=share)

@@ -28,6 +28,8 @@ from megaflux_serve.routepack.score import Problem, Score, row_costs, score
 
 SMALL_WINDOW = 64
 """Trajectories up to which a window counts as small."""
+LARGEST_SEED = 2**32 - 1
+"""The chains' own seeds are made of it and take 64 bits."""
 TRIAL_PROPOSALS = 10_000
 """Length of the chain that is timed before the first level of a timed search, 2 to 4 ms."""
 
@@ -65,6 +67,8 @@ class SearchOptions:
         for name, low in lowest.items():
             if getattr(self, name) < low:
                 raise ConfigError(name, getattr(self, name), f"an integer of at least {low}")
+        if self.seed > LARGEST_SEED:
+            raise ConfigError("seed", self.seed, f"an integer of at least 0 and at most {LARGEST_SEED}")
         if isinstance(self.proposals, tuple) and len(self.proposals) != self.levels:
             raise ConfigError("proposals", self.proposals, f"one number, or one for each of the {self.levels} levels")
         if min(self.proposals if isinstance(self.proposals, tuple) else (self.proposals,)) < 0:

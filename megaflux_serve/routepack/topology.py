@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from megaflux_serve.errors import ConfigError
 
+LARGEST = 2**31 - 1
+"""Of what is counted in 32 bits."""
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -35,8 +38,8 @@ class Topology:
     def __post_init__(self) -> None:
         for name in ("num_ranks", "num_slots", "capacity", "num_shards", "pipeline_stages"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(name, value, "an integer of at least 1")
+            if not isinstance(value, int) or not 1 <= value <= LARGEST:
+                raise ConfigError(name, value, f"an integer of at least 1 and at most {LARGEST}")
         if self.num_slots % self.num_shards:
             raise ConfigError("num_shards", self.num_shards, f"a divisor of the {self.num_slots} slots")
 

@@ -150,6 +150,7 @@ BAD_OPTIONS = {
     ("--ranks", 2, "--gate", "auto"): "--gate = 'auto' is not allowed; allowed: integers block_ns, replica_ns",
     ("--ranks", 2, "--gate", "{}"): "--gate = '{}' is not allowed; allowed: integers block_ns, replica_ns",
     ("--ranks", 2, "--json", "/"): "--json = '/' is not allowed; allowed: a file, in a folder that can be written",
+    ("--ranks", 2, "--json", "/dev/null"): "--json = '/dev/null' is not allowed; allowed: a file, in a folder",
     (
         "--ranks",
         2,

@@ -347,6 +347,8 @@ def test_the_command_plans_saves_and_draws(window_file: Path, tmp_path: Path) ->
     assert "experts moved" in result.output
     assert "RoutePack" in result.output
     assert png.read_bytes().startswith(b"\x89PNG")
+    assert result.stdout.splitlines()[1].startswith(" experts moved")  # no progress bar above the tables
+    assert result.stderr == ""
     again = CliRunner().invoke(app, ["plan", str(window_file), *JOB, "--previous", str(out), "--json"])
     assert json.loads(again.stdout)["experts_moved"] == 0
     assert json.loads(again.stdout)["num_rows"] == load_plan(out).layout.num_rows
@@ -395,7 +397,12 @@ def test_the_command_replays_and_compares(window_file: Path, tmp_path: Path) -> 
         (["--ranks", "5"], "--ranks = 5"),
         (["--out", "/dev/null/plan"], "--out = '/dev/null/plan'"),
         (["--metrics-file", "/"], "--metrics-file = '/'"),
+        (["--png", "/dev/null"], "--png = '/dev/null'"),
         (["--capacity", "50"], "lengths"),
+        (["--capacity", str(10**20)], f"--capacity = {10**20} is not allowed; allowed: an integer of at least 1"),
+        (["--seed", str(10**20)], f"--seed = {10**20} is not allowed; allowed: an integer of at least 0"),
+        (["--pipeline", "0"], "--pipeline = 0"),
+        (["--move-cost", "-1"], "--move-cost = -1.0"),
     ],
 )
 def test_the_command_refuses_by_name(window_file: Path, change: list[str], message: str) -> None:
