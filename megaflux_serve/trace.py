@@ -352,8 +352,9 @@ def _load_arrays(path: Path) -> dict[str, NDArray[Any]]:
             loaded = np.load(file, allow_pickle=False)
             if isinstance(loaded, np.ndarray):
                 return {"": loaded}
-            wanted = {key: loaded[key] for key in loaded.files if key in (*ARRAY_KEYS, "offsets")}
-            return wanted or dict.fromkeys(loaded.files, np.empty(0))
+            if not set(ARRAY_KEYS) & set(loaded.files):
+                return dict.fromkeys(loaded.files, np.empty(0))
+            return {key: loaded[key] for key in loaded.files if key in (*ARRAY_KEYS, "offsets")}
     except DAMAGE as error:
         raise InputError(
             str(path), f"is damaged or truncated ({error})", "a complete array file, no pickles"

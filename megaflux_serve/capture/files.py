@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from contextlib import contextmanager
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +94,15 @@ def import_records(
 
     Raises:
         ConfigError: an unknown form, or no prompt length where the file has none.
-        InputError: naming the file, what it lacks, or the record at fault.
+        InputError: naming the file, what it lacks, or the record at fault; also where there is no request.
     """
     if form not in IMPORTS:
         raise ConfigError("form", form, f"one of {', '.join(IMPORTS)}")
-    for id, routes, found in _requests(path, form, model):
+    requests = _requests(path, form, model)
+    first = next(requests, None)
+    if first is None:
+        raise InputError(str(path), "holds no request", f"at least one, as {form}")
+    for id, routes, found in chain([first], requests):
         prompt = int(found.pop("prompt_tokens", prompt_tokens or 0))
         if prompt < 1:
             raise ConfigError(
@@ -133,15 +138,20 @@ def _requests(path: Path, form: str, model: ModelShape) -> Iterator[tuple[str, N
     """Id, routes, and the fields that the file knows, of each request."""
     if form == "npy":
         for file in sorted(path.glob("*.npy")) if path.is_dir() else [path]:
-            yield file.stem, decode_response(_read(file), model), {}
+            with _naming(file):
+                routes = decode_response(_read(file), model)
+            yield file.stem, routes, {}
     elif form == "router-trace":
-        for step, routes in read_router_trace(_read(path).decode(errors="replace").splitlines(), model):
-            yield f"{path.stem}-{step}", routes, {}
+        text = _read(path).decode(errors="replace")
+        with _naming(path):
+            for step, routes in read_router_trace(text.splitlines(), model):
+                yield f"{path.stem}-{step}", routes, {}
     else:
         arrays = _load(path)
-        parts = list(from_verl(arrays) if form == "verl" else _slices(arrays, path))
-        if form == "verl" and "prompts" in arrays:
-            arrays["prompt_tokens"] = verl_prompt_tokens(arrays)
+        with _naming(path):
+            parts = list(from_verl(arrays) if form == "verl" else _slices(arrays))
+            if form == "verl" and "prompts" in arrays:
+                arrays["prompt_tokens"] = verl_prompt_tokens(arrays)
         columns = _columns(arrays, len(parts), path)
         for i, routes in enumerate(parts):
             known = {name: values[i] for name, values in columns.items()}
@@ -163,10 +173,10 @@ def _columns(arrays: dict[str, NDArray[Any]], num_records: int, path: Path) -> d
     return columns
 
 
-def _slices(arrays: dict[str, NDArray[Any]], path: Path) -> Iterator[NDArray[Any]]:
+def _slices(arrays: dict[str, NDArray[Any]]) -> Iterator[NDArray[Any]]:
     missing = {"rollout_routed_experts", "offsets"} - arrays.keys()
     if missing:
-        raise InputError(str(path), f"lacks {sorted(missing)}", "rollout_routed_experts and offsets")
+        raise InputError("arrays", f"lack {sorted(missing)}", "rollout_routed_experts and offsets")
     routes, offsets = arrays["rollout_routed_experts"], arrays["offsets"]
     if (
         offsets.ndim != 1
@@ -176,9 +186,18 @@ def _slices(arrays: dict[str, NDArray[Any]], path: Path) -> Iterator[NDArray[Any
         or offsets[-1] != len(routes)
         or (np.diff(offsets) < 0).any()
     ):
-        raise InputError(str(path), f"has offsets {offsets[:1]} to {offsets[-1:]}", f"0 to {len(routes)}, rising")
+        raise InputError("offsets", f"are {offsets[:1]} to {offsets[-1:]}", f"0 to {len(routes)}, rising")
     for start, stop in pairwise(offsets):
         yield routes[start:stop]
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Have an ``InputError`` say which file it is about."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{path}: {error.source}", error.problem, error.allowed) from error
 
 
 def _load(path: Path) -> dict[str, NDArray[Any]]:

@@ -141,6 +141,34 @@ def test_an_import_that_is_refused_makes_no_store(store: ReplayStore, tmp_path: 
     assert not (tmp_path / "new").exists()
 
 
+def test_a_file_of_another_form_is_named(store: ReplayStore, tmp_path: Path) -> None:
+    slime = tmp_path / "batch.npz"
+    run("export", store.folder, "slime", slime)
+    responses = tmp_path / "responses"
+    responses.mkdir()
+    (responses / "a.npy").write_text("no array")
+    for source, form, message in (
+        (slime, "verl", f"{slime}: verl batch: lacks"),
+        (slime, "router-trace", f"{slime}: line 1: cannot be read"),
+        (responses, "npy", f"{responses / 'a.npy'}: response: cannot be decoded"),
+    ):
+        assert f"error: {message}" in run("import", source, form, tmp_path / "new", "--model", "16,3,4,1", status=2)
+
+
+def test_an_import_of_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "responses").mkdir()
+    for source, form in (("empty.jsonl", "router-trace"), ("responses", "npy")):
+        message = f"error: {tmp_path / source}: holds no request; allowed: at least one, as {form}"
+        assert message in run("import", tmp_path / source, form, tmp_path / "new", "--model", "16,3,4,1", status=2)
+    assert not (tmp_path / "new").exists()
+
+
+def test_results_are_all_that_is_written_to_standard_output(store: ReplayStore, tmp_path: Path) -> None:
+    assert run("export", store.folder, "slime", tmp_path / "a.npz") == f"{tmp_path / 'a.npz'}: 8 records as slime\n"
+    assert run("verify", store.folder).startswith("8 records, 1 windows")
+
+
 def test_files_that_do_not_fit_themselves_are_refused(store: ReplayStore, tmp_path: Path) -> None:
     path, words = tmp_path / "batch.npz", ("slime", tmp_path / "new", "--model", "16,3,4,1")
     run("export", store.folder, "slime", path)

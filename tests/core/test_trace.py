@@ -170,6 +170,10 @@ BAD_ARRAYS = {
     "cut.npz": ({"experts": IDS, "offsets": [0, 3]}, "offsets: end at token 3; allowed: 2, the tokens of the array"),
     "order.npz": ({"experts": IDS, "offsets": [0, 3, 2]}, "offsets: are not the ascending first tokens of requests"),
     "keys.npz": ({"tokens": IDS}, "keys: are ['tokens']; allowed: one of experts and routed_experts"),
+    "slime.npz": (
+        {"rollout_routed_experts": IDS, "offsets": np.array([0, 2])},
+        "keys: are ['rollout_routed_experts', 'offsets']; allowed: one of experts and routed_experts",
+    ),
     "both.npz": ({"experts": IDS, "routed_experts": IDS}, "keys: are ['experts', 'routed_experts']; allowed: one of"),
 }
 
