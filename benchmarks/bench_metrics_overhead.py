@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megaflux_kernels.totals_map import Total
@@ -167,7 +168,7 @@ def run_case(
     ]
 
 
-def median_interval(values: np.ndarray) -> tuple[float, float]:
+def median_interval(values: NDArray[np.float64]) -> tuple[float, float]:
     """An interval that holds the median with at least 95 %, from the order of independent values.
 
     Values k and n + 1 - k of n in order do, for the largest k at which at most k - 1 of n fair coins fall on one side

@@ -42,6 +42,7 @@ def route_table(model: ServedModel, routing: str) -> RouteTable:
     Raises:
         InputError: the trace is missing.
     """
+    windows: NDArray[np.int64]
     if routing == "balanced":
         windows = np.ones((model.layers, NUM_WINDOWS, 1), dtype=np.int64)
     else:

@@ -23,7 +23,7 @@ from megaflux_serve.planning import (
 )
 from megaflux_serve.planning.workload import SEEDS, permute, rebin, scale_counts
 from megaflux_serve.routing import CountArray, kappa
-from megaflux_serve.slots import SlotLayout
+from megaflux_serve.slots import IntArray, SlotLayout
 from megaflux_serve.trace import MAX_COUNT, MAX_EXPERTS, LayerTrace
 
 
@@ -134,7 +134,7 @@ def forecast_layer(layer: LayerTrace, scenario: Scenario) -> Iterator[Step]:
             resident = plan.replica_experts
 
 
-def gated(plan: ReplicaPlan, costs: GateCosts | None, resident: np.ndarray) -> ReplicaPlan:
+def gated(plan: ReplicaPlan, costs: GateCosts | None, resident: IntArray) -> ReplicaPlan:
     """The plan after the gate; without costs every plan passes."""
     return plan if costs is None else apply_gate(plan, costs, resident)
 

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import numpy as np
 import typer
+from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -277,7 +278,7 @@ def _layer_table(model: ModelShape, layers: list[LayerProfile]) -> Table:
     return table
 
 
-def _distance_table(labels: list[str], distances: np.ndarray) -> Table:
+def _distance_table(labels: list[str], distances: NDArray[np.float64]) -> Table:
     title = "root JSD of rank loads between tasks; diagonal: two halves of one task"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", justify="right")

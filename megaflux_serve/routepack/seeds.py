@@ -73,7 +73,7 @@ def pair_cells(problem: Problem, cells: list[list[int]]) -> Layout:
     work = unit_loads(problem.work, bin_of, len(cells)).astype(np.int32)
     units = _pair(work, stages, problem.row_scale, topology.num_ranks, topology.slots_per_shard)
     num_units = len(cells) // topology.slots_per_shard
-    order = np.argsort(units, kind="stable").reshape(num_units, topology.slots_per_shard)
+    order: NDArray[np.intp] = np.argsort(units, kind="stable").reshape(num_units, topology.slots_per_shard)
     if topology.num_shards > 1:
         flat = Layout.of_cells([cells[c] for c in order.reshape(-1)], slots, bin_of.size)
         order = order[_deal_to_shards(row_costs(problem, flat).joint.reshape(-1), topology.num_shards)]
