@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaflux_serve.config import MegaFluxConfig
-from megaflux_serve.errors import InputError
+from megaflux_serve.errors import InputError, UnsupportedError
 from megaflux_serve.executors import ReferenceExecutor
 from megaflux_serve.layer import LayerReport, ReplicatedMoE
 from megaflux_serve.plan_log import PlanLog
@@ -58,6 +58,8 @@ def test_updated_weights_drop_resident_replicas(case: MoECase) -> None:
     layer.weights_updated()
     assert_equals_fixed(replace(case, w13=case.w13 * 0.5, w2=case.w2 * 3.0), layer.forward(case.batches))
     assert len(reports[1].plan.transfers) == reports[1].plan.num_replicas > 0
+    layer.forward(case.batches)
+    assert reports[2].plan.num_replicas > len(reports[2].plan.transfers) == 0, "one update is forgotten once"
 
 
 def test_without_sticky_layers_share_replica_slots_and_every_batch_copies(case: MoECase) -> None:
@@ -135,6 +137,16 @@ def test_home_weights_are_used_where_the_engine_keeps_them(case: MoECase) -> Non
     layer.forward(case.batches)
     assert [(slots.home.w13.data_ptr(), slots.replicas.w13.data_ptr()) for slots in layer.slots] == before
     assert [slots.home.w13.data_ptr() for slots in layer.slots] == [weights.w13.data_ptr() for weights in home]
+
+
+def test_weights_that_were_replaced_instead_of_written_are_refused() -> None:
+    case = make_case([9])
+    layer, home = case.reference_layer(CONFIG), case.home(0)
+    w13, w2 = layer.slots[0].home.w13, layer.slots[0].home.w2
+    layer.check_home(w13, w2)
+    for replaced in ((home.w13.clone(), w2), (w13, home.w2.clone())):
+        with pytest.raises(UnsupportedError, match="moe: its weight tensors were replaced by others"):
+            layer.check_home(*replaced)
 
 
 def test_forward_rank_serves_a_process_with_one_rank() -> None:
