@@ -26,6 +26,7 @@ from megaflux_serve.capture import (
     ModelShape,
     ReplayRecord,
     ReplayStore,
+    checked_json,
     open_window,
     seal,
     window_demand,
@@ -475,7 +476,9 @@ def test_frames_of_another_version_are_refused_and_not_taken_for_damage(tmp_path
         ReplayStore(tmp_path).scan()
 
 
-def test_a_window_holds_the_demand_of_its_records_in_order_of_their_ids(tmp_path: Path) -> None:
+def test_a_window_holds_the_demand_of_its_records_in_order_of_their_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = filled(tmp_path, "dacb")
     window = seal(store, "first")
     assert [entry.id for entry in window.records] == list("abcd")
@@ -485,6 +488,8 @@ def test_a_window_holds_the_demand_of_its_records_in_order_of_their_ids(tmp_path
     demand = Demand.of(*window_demand(tmp_path))
     assert demand.counts.sum() == 4 * 39 * 4 * 3
     assert np.array_equal(window_demand(tmp_path / "windows" / "first")[0], window.counts)
+    monkeypatch.chdir(tmp_path / "windows" / "first")
+    assert np.array_equal(window_demand(Path())[0], window.counts)
 
 
 def test_a_window_takes_what_no_window_holds(tmp_path: Path) -> None:
@@ -655,6 +660,18 @@ def test_a_damaged_window_is_refused(tmp_path: Path) -> None:
     data[-1] ^= 1
     counts.write_bytes(data)
     with pytest.raises(InputError, match=r"counts.npy: is damaged"):
+        open_window(store)
+    counts.unlink()
+    with pytest.raises(InputError, match=r"counts.npy: cannot be read .*No such file"):
+        open_window(store)
+
+
+def test_a_window_of_another_version_is_refused(tmp_path: Path) -> None:
+    store = filled(tmp_path, "abc")
+    seal(store, "w")
+    path = tmp_path / "windows" / "w" / "window.json"
+    path.write_bytes(checked_json.dumps(json.loads(path.read_bytes()) | {"version": 2}))
+    with pytest.raises(InputError, match=r"window.json: has version 2; allowed: version 1"):
         open_window(store)
 
 
