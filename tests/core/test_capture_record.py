@@ -110,6 +110,7 @@ def test_rows_of_minus_one_are_marked_and_not_counted() -> None:
     found = ReplayRecord.of("a", routes, MODEL, prompt_tokens=4, output_tokens=3)
     assert found.valid.tolist() == [False, True, True, True, False, True]
     assert found.counts.sum() == 4 * 3 * 3
+    assert not found.routes[[0, 4]].any()
     assert np.array_equal(found.expert_ids(np.int16), routes)
 
 
@@ -197,6 +198,10 @@ def test_a_model_shape_that_cannot_be_is_refused() -> None:
 
 
 def test_ids_are_not_narrowed_into_a_type_that_cannot_hold_them() -> None:
+    assert record(model=ModelShape(128, 2, 2)).expert_ids(np.int8).dtype == np.int8
+    assert record().expert_ids(np.uint8, filler=255).dtype == np.uint8
+    with pytest.raises(ConfigError, match="dtype = 'int8'"):
+        record(model=ModelShape(129, 2, 2)).expert_ids(np.int8)
     with pytest.raises(ConfigError, match="dtype = 'int8'"):
         record(model=ModelShape(256, 2, 2)).expert_ids(np.int8)
     with pytest.raises(ConfigError, match="dtype = 'uint8'"):
