@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import tracemalloc
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -132,6 +134,23 @@ def test_a_caller_that_is_faster_than_the_disk_is_held_up() -> None:
     caller.join(10)
     thread.wait()
     assert not caller.is_alive()
+
+
+def test_the_thread_ends_with_its_process_and_keeps_nothing_of_a_call_that_is_done() -> None:
+    class Routes:
+        pass
+
+    routes = Routes()
+    kept, thread = weakref.ref(routes), CallThread("a thread of its own", LOGGER)
+    thread.submit(id, routes)
+    del routes
+    thread.wait()
+    (started,) = (each for each in threading.enumerate() if each.name == "a thread of its own")
+    assert started.daemon
+    end = time.monotonic() + 10
+    while kept() is not None and time.monotonic() < end:
+        time.sleep(0.001)
+    assert kept() is None
 
 
 def test_labels_are_the_parameters_with_our_prefix() -> None:
