@@ -20,27 +20,35 @@ def test_no_options_mean_the_papers_planner_with_two_sticky_slots() -> None:
     assert (config.executor, config.replica_slots, config.sticky) == ("auto", 2, True)
     assert (config.gate, config.gate_costs, config.plan_log) == ("auto", None, None)
     assert (config.min_tokens, config.handover_rows) == (None, 0)
+    assert (config.transfer, config.max_tokens, config.timeout_s) == ("pipelined", None, 300)
+    assert (config.metrics, config.capture) == (True, None)
 
 
 def test_every_option_is_read() -> None:
-    config = MegaFluxConfig.parse(
-        {
-            "executor": "staged",
-            "replica_slots": 3,
-            "block_rows": 16,
-            "reduction_penalty": 12,
-            "transfer_cost_blocks": 4,
-            "min_tokens": 64,
-            "sticky": False,
-            "gate": COSTS,
-            "plan_log": "out/plans",
-        }
-    )
+    options = {
+        "executor": "staged",
+        "replica_slots": 3,
+        "block_rows": 16,
+        "reduction_penalty": 12,
+        "transfer_cost_blocks": 4,
+        "transfer": "staged",
+        "max_tokens": 4096,
+        "min_tokens": 64,
+        "timeout_s": 3600,
+        "sticky": False,
+        "gate": COSTS,
+        "plan_log": "out/plans",
+        "metrics": False,
+        "capture": "replay",
+    }
+    assert options.keys() == MegaFluxConfig.model_fields.keys()
+    config = MegaFluxConfig.parse(options)
     assert config.planner_options == PlannerOptions(16, 12, 4)
     assert (config.executor, config.replica_slots, config.sticky) == ("staged", 3, False)
     assert config.gate == GateCosts(14_300, 252_000, 30_000, 700)
     assert (config.min_tokens, config.handover_rows) == (64, 64)
-    assert config.plan_log == Path("out/plans")
+    assert (config.transfer, config.max_tokens, config.timeout_s) == ("staged", 4096, 3600)
+    assert (config.plan_log, config.metrics, config.capture) == (Path("out/plans"), False, Path("replay"))
 
 
 @pytest.mark.parametrize(
@@ -53,6 +61,12 @@ def test_every_option_is_read() -> None:
         ({"replica_slots": 1.5}, "replica_slots = 1.5 is not allowed; allowed: an integer of at least 0"),
         ({"replica_slots": None}, "replica_slots = None is not allowed; allowed: an integer of at least 0"),
         ({"min_tokens": -1}, "min_tokens = -1 is not allowed; allowed: null or an integer of at least 0"),
+        ({"max_tokens": 0}, "max_tokens = 0 is not allowed; allowed: null or an integer of at least 1"),
+        ({"timeout_s": 0}, "timeout_s = 0 is not allowed; allowed: an integer from 1 to 3600 (seconds)"),
+        ({"timeout_s": 3601}, "timeout_s = 3601 is not allowed; allowed: an integer from 1 to 3600 (seconds)"),
+        ({"transfer": "fast"}, "transfer = 'fast' is not allowed; allowed: pipelined or staged"),
+        ({"metrics": 1}, "metrics = 1 is not allowed; allowed: true or false"),
+        ({"capture": 7}, "capture = 7 is not allowed; allowed: null or the path of a directory"),
         ({"block_rows": 0}, "block_rows = 0 is not allowed; allowed: an integer from 1 to 128"),
         ({"block_rows": 129}, "block_rows = 129 is not allowed; allowed: an integer from 1 to 128"),
         (
