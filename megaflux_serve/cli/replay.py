@@ -217,7 +217,7 @@ def _record_table(store: ReplayStore, entries: list[Entry]) -> Table:
     """One line for each weights version and task."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("weights", "task"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for name in ("records", "groups", "tokens", "rows without\nroutes", "bytes\na token", "raw int32\nbytes a token"):
         table.add_column(name, justify="right")
     raw = 4 * store.model.num_layers * store.model.top_k
@@ -239,7 +239,7 @@ def _record_table(store: ReplayStore, entries: list[Entry]) -> Table:
 
 def _window_table(windows: list[SealedWindow]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("window")
+    table.add_column("window", overflow="fold")
     for name in ("records", "tokens"):
         table.add_column(name, justify="right")
     for name in ("weights", "sealed", "damage when sealed"):
@@ -282,7 +282,7 @@ def _distance_table(labels: list[str], distances: NDArray[np.float64]) -> Table:
     title = "root JSD of rank loads between tasks; diagonal: two halves of one task"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", justify="right")
-    table.add_column("task")
+    table.add_column("task", overflow="fold")
     for number in range(1, len(labels) + 1):
         table.add_column(str(number), justify="right", no_wrap=True)
     for number, (label, row) in enumerate(zip(labels, distances, strict=True), 1):

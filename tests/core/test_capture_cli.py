@@ -95,6 +95,20 @@ def test_labels_are_shown_as_they_are(tmp_path: Path, label: str) -> None:
     assert f"record {label!r}" in " ".join(run("verify", store.folder, status=1).split())
 
 
+def test_long_names_are_broken_and_not_cut(store: ReplayStore) -> None:
+    with store.writer() as writer:
+        for task in ("a" * 90, "b" * 90):
+            record = ReplayRecord.of(
+                task[0], random_routes(7, 29, 3, 16, 3), MODEL, prompt_tokens=10, output_tokens=20, task=task
+            )
+            writer.append(record)
+    seal(store, "w" * 90)
+    for shown in (run("inspect", store.folder), run("stats", store.folder, "--ranks", 2)):
+        assert "…" not in shown
+        assert shown.count("a") > 90
+        assert shown.count("b") > 90
+
+
 def test_stats_prints_every_moe_layer_and_draws_a_picture(store: ReplayStore, tmp_path: Path) -> None:
     text = run("stats", store.folder, "--ranks", 4, "--png", tmp_path / "window.png")
     assert "length P50/P95 30/30" in text
