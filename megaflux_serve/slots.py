@@ -88,11 +88,6 @@ class SlotLayout:
         """Home and replica slots of a rank, E / P + s."""
         return self.experts_per_rank + self.num_replica_slots
 
-    @property
-    def num_slots(self) -> int:
-        """Slots of all ranks, P * (E / P + s)."""
-        return self.num_ranks * self.slots_per_rank
-
     def home_experts(self, rank: int) -> IntArray:
         """int32 [E/P]: the logical experts that ``rank`` owns, by slot index."""
         return np.flatnonzero(self.home_rank == rank).astype(np.int32)

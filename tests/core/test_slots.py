@@ -46,6 +46,13 @@ def test_the_default_home_map_is_contiguous() -> None:
     assert SlotLayout(8, 4, 0).home_rank.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+def test_layouts_are_equal_where_all_their_numbers_and_homes_are() -> None:
+    layout, homes = SlotLayout(4, 2, 1), np.array([0, 1, 0, 1])
+    assert {layout: "buffers"}[SlotLayout(4, 2, 1, np.array([0, 0, 1, 1]))] == "buffers"
+    others = SlotLayout(4, 2, 2), SlotLayout(4, 1, 1), SlotLayout(6, 2, 1), SlotLayout(4, 2, 1, homes), "layout"
+    assert [layout == other for other in others] == [False] * 5
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -55,6 +62,7 @@ def test_the_default_home_map_is_contiguous() -> None:
         ((8, 4, -1), r"replica_slots = -1 is not allowed"),
         ((4, 2, 0, np.array([0, 0, 0, 1])), r"home_rank = .* exactly 2 experts on every rank"),
         ((4, 2, 0, np.array([0, 0, 1, 2])), r"home_rank = .* ranks 0 to 1"),
+        ((4, 2, 0, np.array([0, 0, 1, -1])), r"home_rank = .* ranks 0 to 1"),
         ((4, 2, 0, np.array([0, 1])), r"home_rank = \(2,\) is not allowed; allowed: shape \(4,\)"),
     ],
 )
