@@ -212,6 +212,8 @@ def test_the_cell_bound_sees_what_the_capacity_bound_cannot() -> None:
     # Beside them only 4 + 4 + 4 is free: 5 does not fit, and two of 5 share a cell.
     assert cell_bound(np.array([6, 6, 6, 5, 5]), 10) == 4
     assert cell_bound(np.array([5, 5, 5, 5]), 10) == 2
+    # One token more than two cells hold.
+    assert cell_bound(np.array([10, 10, 1]), 10) == 3
 
 
 @EXACT
