@@ -16,7 +16,7 @@ def require_kernels(command: str) -> None:
         UnsupportedError: naming what is missing, and how to get it.
     """
     if find_spec("torch") is None:
-        raise UnsupportedError(command, "torch is not installed", "pip install 'megaflux-serve[gpu]'")
+        raise UnsupportedError(command, "torch is not installed", "in a checkout: pip install -e '.[gpu]'")
     if (reason := language.obstacle(language.installed())) is not None:
         raise UnsupportedError(command, reason, language.REMEDY)
 

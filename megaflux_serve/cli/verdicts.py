@@ -108,7 +108,7 @@ def _megakernel(machine: Machine) -> Verdict:
 
 def _engine(machine: Machine, engine: str, name: str) -> Verdict:
     version, (first, beyond) = machine.versions[engine], ENGINE_VERSIONS[engine]
-    install = f"pip install 'megaflux-serve[{engine}]'"
+    install = f"in a checkout: pip install -e '.[{engine}]'"
     if version is None:
         return Verdict(name, False, f"{engine} is not installed", install)
     if not in_range(version, first, beyond):

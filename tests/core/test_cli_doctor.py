@@ -108,18 +108,18 @@ REFUSALS = {
         "torch sees no NVIDIA GPU; nvidia-cutlass-dsl is not installed",
         "use a machine with H100 or H200 GPUs and a CUDA build of torch; pip install 'nvidia-cutlass-dsl[cu13]==4.8.1'",
     ),
-    "no engine": ("SGLang", CPU_BOX, "sglang is not installed", "pip install 'megaflux-serve[sglang]'"),
+    "no engine": ("SGLang", CPU_BOX, "sglang is not installed", "in a checkout: pip install -e '.[sglang]'"),
     "old engine": (
         "vLLM",
         with_version("vllm", "0.25.3"),
         "vllm 0.25.3 is outside 0.26 up to before 0.34",
-        "pip install 'megaflux-serve[vllm]'",
+        "in a checkout: pip install -e '.[vllm]'",
     ),
     "new engine": (
         "vLLM",
         with_version("vllm", "0.34.0rc1"),
         "vllm 0.34.0rc1 is outside 0.26 up to before 0.34",
-        "pip install 'megaflux-serve[vllm]'",
+        "in a checkout: pip install -e '.[vllm]'",
     ),
     "no plugin": (
         "vLLM",

@@ -56,4 +56,6 @@ def test_doctor_says_that_torch_does_not_load() -> None:
 def test_what_needs_kernels_says_so_in_one_line(command: str) -> None:
     done = megaflux(command, "--hidden", "2048", "--intermediate", "768")
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [f"error: {command}: torch is not installed; pip install 'megaflux-serve[gpu]'"]
+    assert done.stderr.splitlines() == [
+        f"error: {command}: torch is not installed; in a checkout: pip install -e '.[gpu]'"
+    ]
