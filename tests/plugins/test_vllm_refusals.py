@@ -104,6 +104,12 @@ def test_a_feature_that_is_not_served_is_named_with_the_reason(flags: list[str],
         front_end(*flags)
 
 
+@pytest.mark.parametrize("flags", [megaflux(slots=1), ["--enable-lora"]], ids=["option", "flag"])
+def test_flags_are_refused_before_vllm_reads_the_model(flags: list[str], tmp_path: Path) -> None:
+    with pytest.raises(MegafluxError, match=r"megaflux\.slots|--enable-lora"):
+        front_end(*flags, model=tmp_path / "no model")
+
+
 def changed_model(folder: Path, **changes: Any) -> Path:
     """The configuration of tiny-moe with some values changed; no weights are needed."""
     shutil.copytree(TINY_MOE, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
