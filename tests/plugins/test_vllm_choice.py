@@ -136,6 +136,29 @@ def test_the_megakernel_asked_for_by_name_is_refused_before_an_engine_starts() -
         front_end(*BF16, *megaflux(executor="megakernel"))
 
 
+@pytest.mark.usefixtures("hopper")
+def test_the_limit_of_rows_is_at_least_what_vllm_may_schedule_on_a_rank() -> None:
+    flags = [*BF16, "--max-num-batched-tokens", "2048"]
+    assert chosen(*flags, executor="megakernel", max_tokens=1024).max_tokens == 1024
+    with pytest.raises(ConfigError, match="max_tokens = 1023 is not allowed; allowed: null, or at least 1024"):
+        chosen(*flags, executor="megakernel", max_tokens=1023)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_plans_of_the_megakernel_may_be_logged_where_no_graphs_are_captured() -> None:
+    assert chosen(*BF16, executor="megakernel", plan_log="plans").plan_log == Path("plans")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_sizes_that_the_configuration_does_not_say_are_left_to_the_layers(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choice, "size_of", lambda config, names: None)
+    options = chosen(*BF16, executor="megakernel")
+    assert (options.executor, options.gate) == ("megakernel", None)
+    assert "the gate is open" in log.text
+
+
 def test_what_is_settled_travels_with_the_configuration() -> None:
     options = settled(front_end(*TWO_RANKS, *megaflux(replica_slots=3, plan_log="plans")))
     assert (options.executor, options.replica_slots, str(options.plan_log)) == ("staged", 3, "plans")
