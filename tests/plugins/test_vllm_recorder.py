@@ -19,6 +19,7 @@ from megaflux_vllm.capture import (
     OutputsBehindRecords,
     _behind_records,
     _recording,
+    _with_capture,
     _with_labels,
     _with_routes_returned,
     capture_folder,
@@ -29,6 +30,7 @@ from megaflux_vllm.capture import (
 from megaflux_serve.capture import ReplayStore
 from megaflux_serve.capture.recorder import Recorder
 from megaflux_serve.errors import ConfigError, UnsupportedError
+from megaflux_serve.metrics.events import CaptureEvents
 from tests.oracles.replay_routes import random_routes
 
 ROUTES = random_routes(1, 6, 3, 16, 2).astype(np.uint8)
@@ -129,12 +131,48 @@ def test_offline_a_step_that_ends_a_request_waits_for_its_record(tmp_path: Path)
 def test_a_new_request_gets_its_labels_and_a_queue_behind_records(tmp_path: Path) -> None:
     made, state = capture(tmp_path), request()
     state.queue = queue = object()
-    processor = SimpleNamespace(megaflux_capture=made, request_states={"a": state})
+    processor = SimpleNamespace(megaflux_capture=made, request_states={})
     sampling = SimpleNamespace(extra_args={"megaflux_task": "math"}, routed_experts_prompt_start=2)
-    _with_labels(lambda self, request: None)(processor, SimpleNamespace(request_id="a", sampling_params=sampling))
+
+    def add(self: Any, request: Any) -> None:
+        self.request_states[request.request_id] = state
+
+    _with_labels(add)(processor, SimpleNamespace(request_id="a", sampling_params=sampling))
     assert state.megaflux_capture == (made, 2, {"task": "math"})
     assert isinstance(state.queue, OutputsBehindRecords)
     assert state.queue.queue is queue
+
+
+def test_requests_that_sample_nothing_or_are_gone_are_left_alone(tmp_path: Path) -> None:
+    state, add = request(), _with_labels(lambda self, request: None)
+    processor = SimpleNamespace(megaflux_capture=capture(tmp_path), request_states={"a": state})
+    add(processor, SimpleNamespace(request_id="a", sampling_params=None))  # as for embeddings
+    add(processor, SimpleNamespace(request_id="gone", sampling_params=SimpleNamespace(extra_args=None)))
+    assert not hasattr(state, "megaflux_capture")
+
+
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_a_front_end_captures_with_the_option_only_and_returns_routes_that_were_asked_for(
+    tmp_path: Path, asked_for: bool
+) -> None:
+    sizes = SimpleNamespace(num_hidden_layers=3)
+    model = SimpleNamespace(hf_text_config=sizes, get_num_experts=lambda: 16, served_model_name="tiny")
+
+    def started(**options: Any) -> Capture | None:
+        engine = SimpleNamespace(output_processor=SimpleNamespace(megaflux_capture=None))
+        config = SimpleNamespace(additional_config={"megaflux": options}, model_config=model)
+        config.megaflux_routes_not_asked_for = not asked_for
+        _with_capture(lambda self, vllm_config: None)(engine, config)
+        return engine.output_processor.megaflux_capture
+
+    assert started() is None
+    made, unwatched = started(capture=str(tmp_path)), started(capture=str(tmp_path), metrics=False)
+    assert made is not None
+    assert unwatched is not None
+    assert made.returns_routes is asked_for
+    assert (made.recorder.folder, made.recorder.num_experts, made.recorder.num_layers) == (tmp_path, 16, 3)
+    assert isinstance(made.recorder.observer, CaptureEvents)
+    assert unwatched.recorder.observer is None
 
 
 def test_a_prompt_that_streams_in_has_one_queue_behind_records_whatever_the_number_of_its_parts(tmp_path: Path) -> None:
