@@ -10,7 +10,7 @@ import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
@@ -60,6 +60,25 @@ def file_to_write(param: typer.CallbackParam, path: Path | None) -> Path | None:
     return path
 
 
+def prom_file(param: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Callback of the option that names a file for the node exporter's textfile collector.
+
+    Raises:
+        ConfigError: as ``file_to_write``, and a name that the collector passes over.
+    """
+    if path is not None and path.suffix != ".prom":
+        raise ConfigError(param.opts[0], str(path), "a file whose name ends in .prom, as the node exporter wants it")
+    return file_to_write(param, path)
+
+
+MetricsFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Add metrics of this command to a .prom file of the node exporter's collector.", callback=prom_file
+    ),
+]
+
+
 def folder_to_make(param: typer.CallbackParam, path: Path | None) -> Path | None:
     """Callback of an option that names a folder to make.
 
@@ -78,4 +97,4 @@ def _can_be_written(path: Path) -> bool:
     return folder.is_dir() and os.access(folder, os.W_OK)
 
 
-__all__ = ["Command", "Commands", "file_to_write", "filled", "folder_to_make"]
+__all__ = ["Command", "Commands", "MetricsFile", "file_to_write", "filled", "folder_to_make"]

@@ -18,15 +18,17 @@ from rich.table import Table
 from megaflux_serve.errors import ConfigError
 from megaflux_serve.routepack import TransferPlan, load_plan
 
-GIB = 1 << 30
+GIB, TIB = 1 << 30, 1 << 40
 TRAINED = 14.0
 """Bytes of a parameter in BF16 with float32 main weights and Adam's two moments."""
+WIDEST = 1 << 20
+"""Of models and experts; with experts of at most a TiB, sums of bytes are far from 64 bits."""
 
 
 def moves(
     plan: Annotated[Path, typer.Argument(help="Folder of a saved plan.")],
-    hidden: Annotated[int, typer.Option(help="H, width of the model.", min=1)],
-    intermediate: Annotated[int, typer.Option(help="I, width of an expert.", min=1)],
+    hidden: Annotated[int, typer.Option(help="H, width of the model.", min=1, max=WIDEST)],
+    intermediate: Annotated[int, typer.Option(help="I, width of an expert.", min=1, max=WIDEST)],
     parameter_bytes: Annotated[
         float, typer.Option(help="Bytes that move with a parameter: 14 for BF16, main weights and Adam; 2 for BF16.")
     ] = TRAINED,
@@ -43,9 +45,12 @@ def moves(
     for name, value in (("parameter_bytes", parameter_bytes), ("staging_gib", staging_gib), ("link_gbps", link_gbps)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(name, value, "a finite number above 0")
+    parameters = 3 * hidden * intermediate
+    if parameters * parameter_bytes > TIB:
+        raise ConfigError("parameter_bytes", parameter_bytes, f"at most {TIB / parameters:g}, for an expert of 1 TiB")
     made = load_plan(plan)
     transfers = TransferPlan(made.before, made.placement)
-    expert_bytes = math.ceil(3 * hidden * intermediate * parameter_bytes)
+    expert_bytes = math.ceil(parameters * parameter_bytes)
     steps = transfers.steps(expert_bytes, None if staging_gib is None else int(staging_gib * GIB))
     found = traffic(transfers, expert_bytes) | {"steps": len(steps)}
     found["seconds_on_the_link"] = max(found["received_bytes"]) / (link_gbps * 1e9)

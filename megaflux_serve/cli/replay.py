@@ -27,7 +27,7 @@ from megaflux_serve.capture.record import ModelShape
 from megaflux_serve.capture.sealing import seal
 from megaflux_serve.capture.store import ReplayStore
 from megaflux_serve.capture.window import SealedWindow, open_window, windows_of
-from megaflux_serve.cli.command import Commands, file_to_write
+from megaflux_serve.cli.command import Commands, MetricsFile, file_to_write
 from megaflux_serve.cli.render import progress
 from megaflux_serve.durable import write_atomically
 from megaflux_serve.errors import ConfigError, InputError
@@ -44,12 +44,6 @@ DAMAGED = 1
 Store = Annotated[Path, typer.Argument(help="Folder of a replay store.")]
 Window = Annotated[str | None, typer.Option("--window", help="Name of a sealed window; default: the newest.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-MetricsFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="Add metrics of this command to a .prom file of the node exporter's collector.", callback=file_to_write
-    ),
-]
 
 
 @app.command()

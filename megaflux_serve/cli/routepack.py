@@ -20,7 +20,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from megaflux_serve.cli.command import Commands, file_to_write, folder_to_make
+from megaflux_serve.cli.command import Commands, MetricsFile, file_to_write, folder_to_make
 from megaflux_serve.cli.moves import moves
 from megaflux_serve.cli.render import progress
 from megaflux_serve.durable import write_atomically
@@ -67,12 +67,6 @@ Communication = Annotated[float, typer.Option(help="Cost of a received token cop
 Bubble = Annotated[bool, typer.Option("--bubble", help="Count the fill and drain of the pipeline.")]
 Png = Annotated[Path | None, typer.Option(help="Write a picture to this file.", callback=file_to_write)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-MetricsFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="Add metrics of this command to a .prom file of the node exporter's collector.", callback=file_to_write
-    ),
-]
 
 
 @dataclass(frozen=True)

@@ -365,6 +365,9 @@ def test_the_command_line_says_what_a_plan_moves(tmp_path: Path, window_file: Pa
     shown = run.invoke(app, shape, env={"COLUMNS": "120"}).stdout
     assert f"{found['moved']} of {load_plan(out).placement.slots.size} experts change their slot" in shown
     assert "the largest layer needs" in shown
+    assert run.invoke(app, [*shape, "--hidden", str(10**20)]).exit_code == 2
+    refused = run.invoke(app, [*shape, "--parameter-bytes", "1e300"])
+    assert "--parameter-bytes = 1e+300 is not allowed; allowed: at most 1.78957e+08" in str(refused.exception)
     refused = run.invoke(app, [*shape, "--staging-gib", "0.00001"])
     assert "staging_bytes = 10737: layer" in str(refused.exception)
     for option in ("--parameter-bytes", "--staging-gib", "--link-gbps"):
@@ -397,6 +400,10 @@ def test_the_command_replays_and_compares(window_file: Path, tmp_path: Path) -> 
         (["--ranks", "5"], "--ranks = 5"),
         (["--out", "/dev/null/plan"], "--out = '/dev/null/plan'"),
         (["--metrics-file", "/"], "--metrics-file = '/'"),
+        (
+            ["--metrics-file", "metrics.txt"],
+            "--metrics-file = 'metrics.txt' is not allowed; allowed: a file whose name ends in .prom",
+        ),
         (["--png", "/dev/null"], "--png = '/dev/null'"),
         (["--capacity", "50"], "lengths"),
         (["--capacity", str(10**20)], f"--capacity = {10**20} is not allowed; allowed: an integer of at least 1"),
