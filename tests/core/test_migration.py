@@ -284,6 +284,7 @@ def test_parameters_of_single_experts_are_written_in_place() -> None:
         ({"w": [torch.ones(2, 3)] * 2, "v": [torch.ones(2, 3)]}, "v: has 1 layers; allowed: 2"),
         ({"w": [torch.ones(2, 3), torch.ones(3, 3)]}, "w, layer 1: has 3 slots; allowed: 2"),
         ({"w": [[torch.ones(2), torch.ones(3)]]}, r"w, layer 0, slot 1: is torch.float32 \[3\]"),
+        ({"w": [[torch.ones(2), torch.ones(2).double()]]}, r"w, layer 0, slot 1: is torch.float64 \[2\]"),
         ({"w": [torch.ones(2, 3, 4).transpose(1, 2)]}, "w, layer 0, slot 0: is not contiguous"),
         ({"w": [torch.ones(1, 3).expand(2, 3)]}, "w, layer 0, slot 1: shares memory with w, layer 0, slot 0"),
         ({"w": [ONES], "v": [ONES]}, "v, layer 0, slot 0: shares memory with w, layer 0, slot 0"),

@@ -191,6 +191,8 @@ def test_routes_are_counted_and_filler_is_dropped() -> None:
         ([[[0, -1]]], [0, 1], "some ids and some -1"),
         ([[[0, 4]]], [0, 1], "holds expert 4"),
         ([[[0, 1]]], [0, 2], "offsets"),
+        ([[[0, 1]], [[0, 1]]], [0, 1, 1, 2], "offsets"),
+        ([[[0, 1]], [[0, 1]]], [1, 2], "offsets"),
         ([[0, 1]], [0, 1], "experts"),
         ([[[]]], [0, 1], r"experts: is int16 \(1, 1, 0\)"),
     ],
@@ -449,6 +451,12 @@ def test_a_damaged_window_file_is_refused_or_read_as_it_was(tmp_path: Path) -> N
         np.savez(path, experts=np.zeros(shape, np.int16), offsets=[0, shape[0]])
         with pytest.raises(InputError, match=r"experts|offsets"):
             Demand.load(path)
+
+
+def test_routes_of_a_file_count_as_many_experts_as_their_ids_need_in_eights(tmp_path: Path) -> None:
+    for highest, num_experts in ((6, 8), (7, 8), (8, 16)):
+        np.savez(tmp_path / "routes.npz", experts=np.array([[[0, highest]]], dtype=np.int16), offsets=[0, 1])
+        assert Demand.load(tmp_path / "routes.npz").counts.shape == (1, 1, num_experts)
 
 
 def test_a_window_file_that_is_none_is_refused(tmp_path: Path) -> None:
