@@ -218,13 +218,16 @@ def rows_for(window: Demand, topology: Topology, options: PlanOptions) -> RowCho
 
 
 def certify_rows(choice: RowChoice, lengths: Int64Array, topology: Topology, seconds: float) -> RowChoice:
-    """Ask CP-SAT about every row count from the bound up: a packing ends the search, a proof raises the bound."""
+    """Ask CP-SAT about every row count from the bound up: a packing ends the search, a proof raises the bound.
+
+    A proof holds for fewer rows too, those that CP-SAT left open before among them.
+    """
     bound = choice.lower_bound
     for num_rows in range(bound, choice.num_rows):
         bins, certain = pack_exactly(lengths, topology.capacity, num_rows * topology.num_slots, seconds)
         if bins is not None:
             return RowChoice(num_rows, bound, bins)
-        if certain and bound == num_rows:
+        if certain:
             bound = num_rows + 1
     return replace(choice, lower_bound=bound)
 

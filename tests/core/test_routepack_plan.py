@@ -103,6 +103,29 @@ def test_rows_that_packing_leaves_open_are_decided_on_request() -> None:
     assert (choice.num_rows, choice.certified) == (2, True)
 
 
+def test_a_proof_for_more_rows_settles_the_fewer_that_were_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {2: (None, False), 4: (None, True), 6: (None, False)}  # by cells: open, proven, open
+    monkeypatch.setattr(
+        "megaflux_serve.routepack.plan.pack_exactly", lambda lengths, capacity, cells, _: answers[cells]
+    )
+    choice = certify_rows(RowChoice(4, 1, np.zeros(8, np.int32)), np.ones(8, np.int64), Topology(2, 2, 9), seconds=1)
+    assert (choice.num_rows, choice.lower_bound) == (4, 3)
+
+
+def test_without_search_options_the_window_s_size_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, for_size = [], SearchOptions.for_size
+
+    def noted(num_trajectories: int, **options: int) -> SearchOptions:
+        asked.append(num_trajectories)
+        return replace(for_size(num_trajectories, **options), proposals=1000)
+
+    monkeypatch.setattr(SearchOptions, "for_size", noted)
+    demand = window(16, num_layers=2, seed=0)
+    plan = plan_window(demand, None, Topology(2, 4, 400), PlanOptions(COST))
+    assert asked == [16]
+    assert list(plan.seconds) == ["place", "rows", "tables", "seeds", "search"]
+
+
 def test_a_filling_window_ends_as_the_window_and_places_early() -> None:
     demand = window(40)
     filling = FillingWindow(demand.num_layers, demand.num_experts)
