@@ -28,7 +28,7 @@ class ReferenceOnDevice(DeviceLayer):
     def __init__(self, layout: SlotLayout, config: MegaFluxConfig, slots: Sequence[ExpertSlots]) -> None:
         workspace, home = Workspace(layout.num_replica_slots), [own.home for own in slots]
         self.inner = ReplicatedMoE("inner", layout, config, ReferenceExecutor(layout.num_ranks), workspace, home)
-        self.inner.slots = self.slots = list(slots)
+        self.inner.slots = self.slots = [ExpertSlots(own.home, own.replicas) for own in slots]  # its own, not the given
         self.plans: list[ReplicaPlan] = []
         self.inner.observers.append(lambda report: self.plans.append(report.plan))
         self.asked: list[str] = []
@@ -85,7 +85,7 @@ def test_the_layer_returns_what_the_device_computed_and_asks_for_no_plan() -> No
     expected = case.reference_layer(CONFIG).forward(case.batches)
     assert all(torch.equal(a, b) for a, b in zip(layer.forward(case.batches), expected, strict=True))
     assert inner.asked == []
-    assert layer.slots == inner.slots
+    assert all(own is found for own, found in zip(layer.slots, inner.slots, strict=True))
     assert [slots.replicas.num_experts for slots in layer.slots] == [1] * case.layout.num_ranks
 
 

@@ -121,6 +121,9 @@ def test_a_plan_that_does_not_lower_the_augmented_load_reverts_to_fixed_placemen
     counts, layout = one_source(20, 0, num_ranks=2), SlotLayout(2, 2, 1)  # 10 + lambda against 20
     assert plan_replicas(counts, layout, PlannerOptions(1, reduction_penalty=9)).blocks_moved == 10
     assert plan_replicas(counts, layout, PlannerOptions(1, reduction_penalty=10)).num_replicas == 0
+    small = one_source(2, 0, num_ranks=2)  # 1 + lambda against 2
+    assert plan_replicas(small, layout, PlannerOptions(1)).blocks_moved == 1
+    assert plan_replicas(small, layout, PlannerOptions(1, reduction_penalty=1)).num_replicas == 0
 
 
 def test_an_unused_resident_stays_until_its_slot_is_needed() -> None:

@@ -65,7 +65,7 @@ def tied_case(random: np.random.Generator) -> tuple[CountArray, SlotLayout, Plan
     for rank in range(num_ranks):
         foreign = random.permutation(np.flatnonzero(home != rank))[: layout.num_replica_slots]
         resident[rank, : foreign.size] = np.where(random.random(foreign.size) < 0.6, foreign, -1)
-    options = PlannerOptions(1, int(random.choice([0, 0, 2, 5, 9])), int(random.choice([0, 0, 1, 3])))
+    options = PlannerOptions(1, int(random.choice([0, 0, 1, 2, 5, 9])), int(random.choice([0, 0, 1, 3])))
     return counts, layout, options, resident
 
 
