@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -65,6 +66,19 @@ class InputError(MegafluxError, ValueError):
     def __init__(self, source: str, problem: str, allowed: str) -> None:
         super().__init__(f"{source}: {problem}; allowed: {allowed}")
         self.source, self.problem, self.allowed = source, problem, allowed
+
+
+@contextmanager
+def read_from(path: Path) -> Iterator[None]:
+    """Have an ``InputError`` about what a file holds name the file.
+
+    Raises:
+        InputError: instead of the one raised inside.
+    """
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{path}: {error.source}", error.problem, error.allowed) from error
 
 
 class UnsupportedError(MegafluxError):

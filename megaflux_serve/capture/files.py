@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ from megaflux_serve.capture.exchange import (
 from megaflux_serve.capture.frame import LABELS
 from megaflux_serve.capture.record import ModelShape, ReplayRecord
 from megaflux_serve.durable import write_atomically
-from megaflux_serve.errors import ConfigError, InputError
+from megaflux_serve.errors import ConfigError, InputError, read_from
 
 EXPORTS = ("verl", "slime", "miles", "router-replay", "router-trace")
 FIELDS = ("id", *LABELS, "prompt_tokens", "output_tokens")
@@ -138,17 +137,17 @@ def _requests(path: Path, form: str, model: ModelShape) -> Iterator[tuple[str, N
     """Id, routes, and the fields that the file knows, of each request."""
     if form == "npy":
         for file in sorted(path.glob("*.npy")) if path.is_dir() else [path]:
-            with _naming(file):
+            with read_from(file):
                 routes = decode_response(_read(file), model)
             yield file.stem, routes, {}
     elif form == "router-trace":
         text = _read(path).decode(errors="replace")
-        with _naming(path):
+        with read_from(path):
             for step, routes in read_router_trace(text.splitlines(), model):
                 yield f"{path.stem}-{step}", routes, {}
     else:
         arrays = _load(path)
-        with _naming(path):
+        with read_from(path):
             parts = list(from_verl(arrays) if form == "verl" else _slices(arrays))
             if form == "verl" and "prompts" in arrays:
                 arrays["prompt_tokens"] = verl_prompt_tokens(arrays)
@@ -189,15 +188,6 @@ def _slices(arrays: dict[str, NDArray[Any]]) -> Iterator[NDArray[Any]]:
         raise InputError("offsets", f"are {offsets[:1]} to {offsets[-1:]}", f"0 to {len(routes)}, rising")
     for start, stop in pairwise(offsets):
         yield routes[start:stop]
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Have an ``InputError`` say which file it is about."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{path}: {error.source}", error.problem, error.allowed) from error
 
 
 def _load(path: Path) -> dict[str, NDArray[Any]]:

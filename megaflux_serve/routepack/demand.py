@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megaflux_serve.errors import InputError
+from megaflux_serve.errors import InputError, read_from
 from megaflux_serve.routepack.compiled import compiled
 
 Int32Array = NDArray[np.int32]
@@ -142,12 +142,13 @@ class Demand:
                 }
         except (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
             raise InputError(str(path), f"cannot be read ({error})", "an .npz file without pickled objects") from error
-        if {"counts", "lengths"} <= found.keys():
-            return cls.of(found["counts"], found["lengths"])
-        if {"experts", "offsets"} <= found.keys():
-            experts = found["experts"]
-            highest = int(experts.max(initial=0)) if experts.dtype.kind in "iu" else 0  # else refused by name
-            return cls.from_routes(experts, found["offsets"], -(-(highest + 1) // 8) * 8)
+        with read_from(path):
+            if {"counts", "lengths"} <= found.keys():
+                return cls.of(found["counts"], found["lengths"])
+            if {"experts", "offsets"} <= found.keys():
+                experts = found["experts"]
+                highest = int(experts.max(initial=0)) if experts.dtype.kind in "iu" else 0  # else refused by name
+                return cls.from_routes(experts, found["offsets"], -(-(highest + 1) // 8) * 8)
         raise InputError(str(path), f"holds {sorted(found)}", "counts and lengths, or experts and offsets")
 
     @property

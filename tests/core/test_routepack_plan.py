@@ -482,6 +482,14 @@ def test_routes_of_a_file_count_as_many_experts_as_their_ids_need_in_eights(tmp_
         assert Demand.load(tmp_path / "routes.npz").counts.shape == (1, 1, num_experts)
 
 
+def test_a_bad_window_names_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "window.npz"
+    np.savez(path, counts=np.full((4, 2, 4), -1), lengths=np.full(4, 2))
+    with pytest.raises(InputError) as refused:
+        Demand.load(path)
+    assert str(refused.value).startswith(f"{path}: demand: is -1 at trajectory 0")
+
+
 def test_a_window_file_that_is_none_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "other.npz", a=np.zeros(3))
     (tmp_path / "text.npz").write_text("no archive")
