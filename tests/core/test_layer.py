@@ -128,6 +128,13 @@ def test_nothing_to_replicate_is_the_fixed_placement(tokens: list[int], slots: i
     assert reports[0].plan.loads.tolist() == reports[0].plan.fixed_loads.tolist()
 
 
+def test_a_single_slot_is_used() -> None:
+    case, reports = make_case([60, 20], replica_slots=1), []
+    layer = case.reference_layer(CONFIG, [reports.append])
+    assert_equals_fixed(case, layer.forward(case.batches))
+    assert reports[0].plan.num_replicas > 0
+
+
 def test_home_weights_are_used_where_the_engine_keeps_them(case: MoECase) -> None:
     home = [case.home(0), case.home(1)]
     layer = ReplicatedMoE("moe", case.layout, CONFIG, ReferenceExecutor(2), Workspace(2), home)

@@ -89,8 +89,9 @@ def test_the_layer_returns_what_the_device_computed_and_asks_for_no_plan() -> No
     assert [slots.replicas.num_experts for slots in layer.slots] == [1] * case.layout.num_ranks
 
 
-def test_an_observer_is_told_the_plan_of_every_batch() -> None:
-    case, reports = make_case([9, 5]), []
+@pytest.mark.parametrize("tokens", [[9, 5], [14]], ids=["two ranks", "one rank"])
+def test_an_observer_is_told_the_plan_of_every_batch(tokens: list[int]) -> None:
+    case, reports = make_case(tokens), []
     layer, inner = device_layer(case, reports)
     layer.forward(case.batches)
     layer.forward(case.batches)
