@@ -106,8 +106,8 @@ class LayerShape:
                 "a multiple of num_ranks",
             ),
             "num_replica_slots": (self.num_replica_slots >= 0, "at least 0"),
-            "hidden": (self.hidden >= 64 and self.hidden % 64 == 0, "a multiple of 64"),
-            "intermediate": (self.intermediate >= 64 and self.intermediate % 64 == 0, "a multiple of 64"),
+            "hidden": (self.hidden >= 64 and self.hidden % 64 == 0, "a multiple of 64, above 0"),
+            "intermediate": (self.intermediate >= 64 and self.intermediate % 64 == 0, "a multiple of 64, above 0"),
             "top_k": (1 <= self.top_k <= min(16, self.num_experts), "1 to 16, at most num_experts"),
             "max_tokens": (
                 1 <= self.max_tokens * self.top_k < 1 << SOURCE_SHIFT,

@@ -55,7 +55,8 @@ class Silence(StandIn):
 def test_every_panel_is_drawn(dashboard: dict[str, Any], prometheus: StandIn) -> None:
     png = draw(dashboard, prometheus, 1_800_000_000.0, 1_800_000_060.0, "20s")
     height, width, _ = matplotlib.image.imread(io.BytesIO(png)).shape
-    assert (width, height > 500) == (1296, True)
+    assert width in (1295, 1296)  # matplotlib 3.10 rounds down
+    assert height > 500
     assert not [asked for asked in prometheus.asked if "$" in asked]
 
 
