@@ -87,6 +87,7 @@ def test_records_of_many_processes_are_all_there(tmp_path: Path) -> None:
     assert sorted(entry.id for entry in entries) == sorted(f"{p}-{i}" for p in range(3) for i in range(20))
     assert damages == []
     assert len({entry.shard for entry in entries}) > 3
+    assert entries == sorted(entries, key=lambda entry: (entry.shard, entry.offset))
     for found in store.records():
         process, i = map(int, found.id.split("-"))
         assert np.array_equal(found.routes, record(found.id, process * 20 + i).routes)
@@ -358,9 +359,13 @@ def test_a_shard_that_the_disk_does_not_give_is_named_and_the_others_are_read(
     assert [entry.id for entry in seal(fresh, "the rest").records] == ["b"]
 
 
-def test_a_shard_that_is_deleted_behind_the_index_is_named_by_whoever_reads_it(tmp_path: Path) -> None:
+def test_a_shard_that_is_cut_or_deleted_behind_the_index_is_named_by_whoever_reads_it(tmp_path: Path) -> None:
     store = filled(tmp_path, "a")
     (entry,) = store.scan()[0]
+    os.truncate(tmp_path / "shards" / entry.shard, entry.size - 1)
+    with pytest.raises(InputError, match=f"{entry.shard}, byte 0: {entry.size - 1} of {entry.size} bytes are there"):
+        store.read(entry.shard, entry.offset, entry.size)
+    assert not store.is_sound(entry)
     (tmp_path / "shards" / entry.shard).unlink()
     with pytest.raises(InputError, match=f"{entry.shard}: cannot be read .*No such file"):
         store.read(entry.shard, entry.offset, entry.size)

@@ -78,7 +78,8 @@ def test_the_busier_direction_of_the_busiest_rank_is_exposed() -> None:
     plan = skewed_plan()
     costs = GateCosts(block_ns=1, replica_ns=7, plan_ns=0, hidden_permille=500)
     assert costs.exposed_ns(plan) == 7
-    assert costs.layer_ns(plan) == 4 + 7
+    assert GateCosts(block_ns=3, replica_ns=7, plan_ns=5, hidden_permille=500).layer_ns(plan) == 4 * 3 + 5 + 7
+    assert GateCosts(block_ns=3, replica_ns=7, plan_ns=5, hidden_permille=1000).layer_ns(plan) == 4 * 3 + 5
     assert apply_gate(plan, costs) is plan
     assert apply_gate(plan, GateCosts(1, 7, 1, 500)).gated
     # The other way about: ranks 0 and 1 send one replica each, and rank 2 receives both.
