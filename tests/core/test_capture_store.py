@@ -12,7 +12,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from megaflux_serve.capture import (
     window_names,
 )
 from megaflux_serve.capture.frame import HEADER, MAGIC, _next_header, encode
+from megaflux_serve.durable import locked
 from megaflux_serve.errors import ConfigError, InputError
 from megaflux_serve.routepack.demand import Demand
 from tests.oracles.replay_routes import random_routes
@@ -545,6 +546,15 @@ def test_every_kill_inside_a_seal_leaves_no_window_and_the_next_seal_works(tmp_p
     assert [entry.id for entry in open_window(store).records] == list("abc")
 
 
+def test_a_seal_waits_for_the_one_before_it(tmp_path: Path) -> None:
+    store = filled(tmp_path, "ab")
+    with ThreadPoolExecutor(1) as threads:
+        with locked(tmp_path / "seal.lock"):
+            second = threads.submit(seal, store, "w")
+            assert not wait([second], timeout=0.2).done
+        assert len(second.result(timeout=60)) == 2
+
+
 def test_a_full_disk_during_a_seal_leaves_no_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = filled(tmp_path, "abc")
 
@@ -648,8 +658,9 @@ def test_damaged_bodies_are_found_when_sealing_and_when_reading(tmp_path: Path) 
     shard.write_bytes(data)
     with pytest.raises(InputError, match=r"'b' in .* is damaged"):
         seal(store, "w", ids="abc")
-    with pytest.raises(InputError, match=f"{entry.shard}, byte {entry.offset}"):
-        window.read(1)
+    for unread in (window, seal(store, "not read", ids="abc", verify=False)):
+        with pytest.raises(InputError, match=f"{entry.shard}, byte {entry.offset}"):
+            unread.read(1)
     filled(tmp_path, "b")
     again = seal(store, "w", ids="abc")
     assert again.records[1].shard != entry.shard
