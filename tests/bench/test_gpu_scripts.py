@@ -32,8 +32,8 @@ STEPS = {
 """By script, the steps to run; none are all of them."""
 WITHOUT_NAMED_STEPS = ("gpu_capture.sh", "gpu_sweep.sh")
 STUB = """#!/usr/bin/env bash
-printf '%q ' "$(basename "$0")" "$@" >>"$COMMANDS"
-echo >>"$COMMANDS"
+line=$(printf '%q ' "$(basename "$0")" "$@")
+echo "$line" >>"$COMMANDS"  # in one piece: steps run side by side
 """
 WITHIN = ["python3", "benchmarks/within.py"]
 """How a step starts its command: with a time limit."""
