@@ -311,6 +311,8 @@ def _integer(operation: int, kind: int, extra: int, a: int, b: int, c: int) -> i
     if operation == MAX_RELU:
         return max(x, y, 0)
     if operation == DIV:
+        if y == 0:  # a value that PTX leaves open; compilers divide before they know whether the result is wanted
+            return -1
         return abs(x) // abs(y) if (x < 0) == (y < 0) else -(abs(x) // abs(y))
     if operation == CVT:
         return _unsigned(_narrow(a, extra), extra)
@@ -349,7 +351,7 @@ def _high(x: int, y: int, kind: int) -> int:
     return top - (y if x < 0 else 0) - (x if y < 0 else 0) if kind > SIGNED else top
 
 
-@njit
+@njit(error_model="numpy")
 def _double(operation: int, a: int, b: int, doubles: Any) -> int:
     """What an instruction makes of doubles, which registers hold as their bits."""
     words = doubles.view(np.int64)

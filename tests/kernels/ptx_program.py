@@ -105,6 +105,8 @@ class _Parser:
             self.atomic(words, operands)
         elif words[0] == "mov" and operands[1] in SPECIALS:
             self.add("special", words[-1], self.registers[operands[0]], extra=SPECIALS.index(operands[1]))
+        elif words[0] == "mov" and operands[0][0] == "{":
+            self.halves(operands)
         elif words[0] in ("bar", "ret"):
             self.add(".".join(words[:2]), "b32", 0, *map(self.operand, operands))
         else:
@@ -117,9 +119,9 @@ class _Parser:
         if first == "setp" and len(words) == 3:
             return first, kind, COMPARISONS.index(words[1])
         if first == "cvt":
-            if kind == "f64":
-                return "f64.to", words[-2], 0
-            return ("f64.from", kind, 0) if words[-2] == "f64" else (first, words[-2], kind_of(kind))
+            to, source = words[-2:]
+            operation = "f64.from" if source == "f64" else "f64.to" if to == "f64" else first
+            return operation, to, kind_of(source)
         if first == "shfl":
             return first, kind, SHUFFLES.index(words[2])
         if first == "redux":
@@ -144,6 +146,13 @@ class _Parser:
                 operation = "ld.flag" if {"acquire", "relaxed"} & set(words) else "ld"
                 self.add(operation, kind, self.registers[element.strip()], address, d=shared, extra=at)
 
+    def halves(self, operands: list[str]) -> None:
+        """A register of 64 bits into two of 32; ``_`` is nobody's."""
+        low, high = (part.strip().replace("_", "") for part in operands[0].strip("{}").split(","))
+        source = self.operand(operands[1])
+        self.add("cvt", "b32", self.registers[low], source, extra=64)
+        self.add("shr", "s64", self.registers[high], source, self.operand("32"))
+
     def atomic(self, words: list[str], operands: list[str]) -> None:
         """An atomic operation; without a result it is a reduction."""
         to = "" if words[0] == "red" else operands.pop(0)
@@ -162,6 +171,8 @@ class _Parser:
             return self.registers[text]
         if text.startswith("__dynamic_shmem"):
             value = SHARED_BASE
+        elif text[0] == "{":
+            raise UnknownInstructionError(self.text)
         elif text.startswith("0d"):
             (value,) = struct.unpack("<q", struct.pack("<Q", int(text[2:], 16)))
         else:

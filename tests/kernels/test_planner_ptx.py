@@ -18,6 +18,7 @@ from megaflux_kernels.layout import STALE, SearchShape, Wait
 from megaflux_kernels.planner_buffers import home_table
 from megaflux_kernels.planner_map import THREADS, PlannerMap, PlannerShape
 from megaflux_kernels.symmetric import SymmetricMemory
+from megaflux_kernels.totals_map import Total
 from megaflux_kernels.worklist import LayerShape
 
 from benchmarks import planner_rig
@@ -26,6 +27,7 @@ from benchmarks.planner_cases import expected_tables, first_difference, groups
 from benchmarks.planner_rig import Tables
 from megaflux_serve.planning import planner
 from megaflux_serve.planning.plan import ReplicaPlan
+from megaflux_serve.planning.totals import LayerTotals, totals_map
 from megaflux_serve.routing import expert_counts
 from megaflux_serve.slots import SlotLayout
 from tests.kernels.cubin import compile_kernels
@@ -52,10 +54,12 @@ from megaflux_kernels.layout import SearchShape
 from megaflux_kernels.own_tables import ForwardTables
 from megaflux_kernels.planner import Planner
 from megaflux_kernels.planner_map import PlannerShape
+from megaflux_kernels.totals_map import TotalsMap
 from megaflux_kernels.worklist import LayerShape, Tiling
 layer = {layer}
 search = SearchShape(layer.num_experts, layer.num_ranks, layer.num_replica_slots)
-planner = Planner(PlannerShape(search, layer.top_k, {tokens}, {chunks}), ForwardTables(layer, Tiling()), False, None)
+shape, tables = PlannerShape(search, layer.top_k, {tokens}, {chunks}), ForwardTables(layer, Tiling())
+planner = Planner(shape, tables, False, {totals})
 arguments = (*[Int64(0)] * 7, *[Int32(0)] * 4, *[Int64(0)] * 3, Int32(0), Int64(0))
 cute.compile(planner, *arguments, cutlass.cuda.default_stream())
 """
@@ -93,6 +97,7 @@ class Ranks:
         ranks: buffers by rank.
         tables: the forward kernel's tables by rank.
         resident: int32 [P, P, s], copies held, by rank.
+        totals: int64 [P, words], what each rank adds up.
     """
 
     def __init__(self, program: Program, layer: LayerShape) -> None:
@@ -110,6 +115,8 @@ class Ranks:
         self.topk_ids = self.machine.tensor((num_ranks, TOKENS, TOP_K), torch.int32)
         self.num_tokens = self.machine.tensor((num_ranks, 1), torch.int32)
         self.resident = self.machine.tensor((num_ranks, num_ranks, slots), torch.int32, -1)
+        num_words = totals_map(num_ranks, layer.num_experts).num_words
+        self.totals = self.machine.tensor((num_ranks, num_words), torch.int64)
 
     def symmetric(self, num_bytes: int) -> list[SymmetricMemory]:
         """An allocation a rank."""
@@ -124,9 +131,10 @@ class Ranks:
             self.num_tokens[rank] = len(own)
         arguments = []
         for rank in ranks:
-            inputs = [tensor[rank].data_ptr() for tensor in (self.topk_ids, self.num_tokens, self.resident)]
+            tensors = (self.topk_ids, self.num_tokens, self.resident, self.totals)
+            inputs = [tensor[rank].data_ptr() for tensor in tensors]
             region, options = self.ranks[rank].memory.buffer.data_ptr(), [0] * 6
-            arguments.append([inputs[0], 0, *inputs[1:], 0, region, 0, rank, *options, int(timeout_s * 1e9)])
+            arguments.append([inputs[0], 0, *inputs[1:], region, 0, rank, *options, int(timeout_s * 1e9)])
         self.machine.run(self.program, (1 + CHUNKS, 1), arguments, seed)
 
     def difference(self, ids: Sequence[Ids], held: NDArray[np.int32], launch: int) -> tuple[str | None, ReplicaPlan]:
@@ -142,7 +150,9 @@ def ranks(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(planner_buffers, "compile_planner", lambda *shape: None)  # it is executed, not launched
     experts, num_ranks, slots = request.param
     layer = LayerShape(num_ranks, experts, slots, 512, 384, TOP_K, TOKENS)
-    (kernel,) = compile_kernels(PLANNER.format(layer=layer, tokens=TOKENS, chunks=CHUNKS), tmp_path)
+    (kernel,) = compile_kernels(
+        PLANNER.format(layer=layer, tokens=TOKENS, chunks=CHUNKS, totals=totals_map(num_ranks, experts)), tmp_path
+    )
     return Ranks(Program.parse(kernel.ptx), layer)
 
 
@@ -151,10 +161,19 @@ def random_ids(rng: np.random.Generator, num_tokens: int, experts: int, skew: fl
     return np.argsort(-scores, axis=1)[:, :TOP_K].astype(np.int32)
 
 
+def differing_totals(words: torch.Tensor, expected: LayerTotals) -> list[str]:
+    """Names of the sums that are not the reference's; times are the machine's own."""
+    found, wanted = expected.map.split(words.numpy()), expected.map.split(expected.words)
+    clocks = [Total.PLANNER_NS, Total.LAYER_NS, Total.STARTED, Total.FINISHED]
+    found["sums"], wanted["sums"] = np.delete(found["sums"], clocks), np.delete(wanted["sums"], clocks)
+    return [n for n in wanted if n not in ("planner_time", "layer_time") and not np.array_equal(found[n], wanted[n])]
+
+
 @pytest.mark.parametrize("ranks", [(8, 2, 1), (32, 4, 2)], indirect=True)
 def test_batches_of_ranks_side_by_side_equal_the_reference(ranks: Ranks) -> None:
     rng, held = np.random.default_rng(5), ranks.layout.no_replicas()
     num_ranks, everyone = ranks.layer.num_ranks, range(ranks.layer.num_ranks)
+    totals = LayerTotals(num_ranks, ranks.layer.num_experts)
     sizes = [(TOKENS,) * num_ranks, (0,) * num_ranks, (0, 1, TOKENS, 70)[-num_ranks:], (31, 32, 33, 1)[:num_ranks]]
     for launch, tokens in enumerate(sizes, start=1):
         ids = [random_ids(rng, num, ranks.layer.num_experts, 0.5 * launch) for num in tokens]
@@ -163,6 +182,8 @@ def test_batches_of_ranks_side_by_side_equal_the_reference(ranks: Ranks) -> None
         difference, plan = ranks.difference(ids, held, launch)
         assert difference is None
         held = plan.replica_experts
+        totals.add(plan)
+        assert [differing_totals(own, totals) for own in ranks.totals] == [[]] * num_ranks
     ranks.resident[num_ranks - 1].fill_(STALE)  # weights of one rank have changed: all forget
     ranks.launch(ids, everyone, seed=9)
     assert ranks.difference(ids, ranks.layout.no_replicas(), 5)[0] is None
