@@ -20,7 +20,6 @@ from tests.kernels.ptx_program import (
     EXTRA,
     KIND,
     OPERATION,
-    OPERATIONS,
     SHARED_BASE,
     SIGNED,
     TO,
@@ -29,15 +28,12 @@ from tests.kernels.ptx_program import (
     B,
     C,
     D,
+    Op,
     Program,
 )
 
 WARP, SPIN_NS = 32, 1000
 READY, AT_BARRIER, AT_WARP, DONE = range(4)
-MOV, ADD, SUB, MUL, MUL_WIDE, MUL_HI, MAD, AND, OR, XOR, NOT, NEG, SHL, SHR, MIN, MAX, MAX_RELU, POPC, CLZ = range(19)
-DIV, CVT, SETP, SELP, ADD_F64, MUL_F64, DIV_F64, F64_FROM, F64_TO, LD, LD_FLAG, ST, ATOM_ADD, ATOM_OR = range(19, 33)
-ATOM_CAS, LD_PARAM, SPECIAL, BRA, RET, BAR_SYNC, BAR_WARP, SHFL, VOTE, MATCH, REDUX = range(33, 44)
-assert len(OPERATIONS) == 44
 OUTSIDE, UNALIGNED, STUCK = 1, 2, 3
 FAULTS = {OUTSIDE: "an address outside of the memory", UNALIGNED: "an unaligned address", STUCK: "nobody can go on"}
 
@@ -155,23 +151,23 @@ def _thread(
         operation, when = row[OPERATION], row[WHEN]
         if when and (own[abs(when) - 1] != 0) != (when > 0):
             pc[t] += 1
-        elif operation == BRA:
+        elif operation == Op.BRA:
             pc[t] = row[EXTRA]
-        elif operation == RET:
+        elif operation == Op.RET:
             state[t] = DONE
             return 0
-        elif operation >= BAR_SYNC:
-            state[t] = AT_BARRIER if operation == BAR_SYNC else AT_WARP
+        elif operation >= Op.BAR_SYNC:
+            state[t] = AT_BARRIER if operation == Op.BAR_SYNC else AT_WARP
             return 0
         else:
-            if operation < ADD_F64:
+            if operation < Op.ADD_F64:
                 value = _integer(operation, row[KIND], row[EXTRA], own[row[A]], own[row[B]], own[row[C]])
                 own[row[TO]] = _narrow(value, _result_kind(operation, row[KIND]))
-            elif operation < LD:
+            elif operation < Op.LD:
                 own[row[TO]] = _double(operation, own[row[A]], own[row[B]], doubles)
-            elif operation == LD_PARAM:
+            elif operation == Op.LD_PARAM:
                 own[row[TO]] = parameters[places[block, 0], row[EXTRA]]
-            elif operation == SPECIAL:
+            elif operation == Op.SPECIAL:
                 below = (np.int64(1) << (tid % WARP)) - 1
                 own[row[TO]] = (tid, places[block, 1], places[block, 2], below, clock[0], clock[0])[row[EXTRA]]
             else:
@@ -179,7 +175,7 @@ def _thread(
                 if fault:
                     return fault
             pc[t] += 1
-            if operation == LD_FLAG:
+            if operation == Op.LD_FLAG:
                 clock[0] += SPIN_NS
                 return 0
 
@@ -206,15 +202,15 @@ def _access(row: Any, own: Any, block: int, memory: Any, bounds: Any) -> int:
     for i in range(size):
         old |= np.int64(memory[first + at + i]) << (8 * i)
     old = _narrow(old, kind)
-    if operation != ST:
+    if operation != Op.ST:
         own[row[TO]] = old
-    if operation in (LD, LD_FLAG):
+    if operation in (Op.LD, Op.LD_FLAG):
         return 0
-    if operation == ATOM_ADD:
+    if operation == Op.ATOM_ADD:
         new = old + new
-    elif operation == ATOM_OR:
+    elif operation == Op.ATOM_OR:
         new = old | new
-    elif operation == ATOM_CAS:
+    elif operation == Op.ATOM_CAS:
         new = own[row[C]] if old == _narrow(new, kind) else old
     for i in range(size):
         memory[first + at + i] = np.uint8((new >> (8 * i)) & 255)
@@ -228,7 +224,7 @@ def _warp(first: int, code: Any, registers: Any, pc: Any, state: Any) -> bool:
         if state[leader] != AT_WARP:
             continue
         row = code[pc[leader]]
-        named = row[A] if row[OPERATION] == BAR_WARP else (row[D] if row[OPERATION] == SHFL else row[B])
+        named = row[A] if row[OPERATION] == Op.BAR_WARP else (row[D] if row[OPERATION] == Op.SHFL else row[B])
         mask = registers[leader, named]
         lanes = [lane for lane in range(WARP) if (mask >> lane) & 1 and state[first + lane] != DONE]
         if len([lane for lane in lanes if state[first + lane] != AT_WARP or pc[first + lane] != pc[leader]]):
@@ -237,7 +233,7 @@ def _warp(first: int, code: Any, registers: Any, pc: Any, state: Any) -> bool:
         for lane in lanes:
             other = registers[first + lane, row[B]]
             result = _of_warp(row, lane, other, given, lanes)
-            if row[OPERATION] != BAR_WARP:
+            if row[OPERATION] != Op.BAR_WARP:
                 registers[first + lane, row[TO]] = _narrow(result, 32)
             pc[first + lane] += 1
             state[first + lane] = READY
@@ -249,15 +245,15 @@ def _warp(first: int, code: Any, registers: Any, pc: Any, state: Any) -> bool:
 def _of_warp(row: Any, lane: int, other: int, given: Any, lanes: Any) -> int:
     """What a lane gets of the values ``given`` by the lanes of its warp; ``other`` is its second operand."""
     operation, extra = row[OPERATION], row[EXTRA]
-    if operation == SHFL:
+    if operation == Op.SHFL:
         source = (other, lane - other, lane + other, lane ^ other)[extra]
         return given[source] if 0 <= source < WARP else given[lane]
-    total = _unsigned(given[lanes[0]], row[KIND]) if operation == REDUX else np.int64(0)
+    total = _unsigned(given[lanes[0]], row[KIND]) if operation == Op.REDUX else np.int64(0)
     for index, source in enumerate(lanes):
         value = given[source]
-        if operation == VOTE:
+        if operation == Op.VOTE:
             total |= np.int64(value != 0) << source
-        elif operation == MATCH:
+        elif operation == Op.MATCH:
             total |= np.int64(value == given[lane]) << source
         elif index:
             value = _unsigned(value, row[KIND])
@@ -271,50 +267,50 @@ def _of_warp(row: Any, lane: int, other: int, given: Any, lanes: Any) -> int:
 def _integer(operation: int, kind: int, extra: int, a: int, b: int, c: int) -> int:
     """What an instruction makes of integers, before it is narrowed to its result's type."""
     width = kind % SIGNED
-    if operation == MOV:
+    if operation == Op.MOV:
         return a
-    if operation == ADD:
+    if operation == Op.ADD:
         return a + b
-    if operation == SUB:
+    if operation == Op.SUB:
         return a - b
-    if operation == MUL:
+    if operation == Op.MUL:
         return a * b
-    if operation == MAD:
+    if operation == Op.MAD:
         return a * b + c
-    if operation == AND:
+    if operation == Op.AND:
         return a & b
-    if operation == OR:
+    if operation == Op.OR:
         return a | b
-    if operation == XOR:
+    if operation == Op.XOR:
         return a ^ b
-    if operation == NOT:
+    if operation == Op.NOT:
         return ~a
-    if operation == NEG:
+    if operation == Op.NEG:
         return -a
-    if operation == SELP:
+    if operation == Op.SELP:
         return a if c else b
-    if operation == SHL:
+    if operation == Op.SHL:
         return a << (b & 63) if b & 0xFFFFFFFF < width else 0
-    if operation == SHR:
+    if operation == Op.SHR:
         return _shifted(a, b & 0xFFFFFFFF, kind)
-    if operation in (POPC, CLZ):
+    if operation in (Op.POPC, Op.CLZ):
         return _bits(operation, a, width)
     x, y = _unsigned(a, kind), _unsigned(b, kind)
-    if operation == MUL_WIDE:
+    if operation == Op.MUL_WIDE:
         return x * y
-    if operation == MUL_HI:
+    if operation == Op.MUL_HI:
         return _high(x, y, kind) if width == 64 else _shifted(x * y, width, 64 + kind - width)
-    if operation == MIN:
+    if operation == Op.MIN:
         return min(x, y)
-    if operation == MAX:
+    if operation == Op.MAX:
         return max(x, y)
-    if operation == MAX_RELU:
+    if operation == Op.MAX_RELU:
         return max(x, y, 0)
-    if operation == DIV:
+    if operation == Op.DIV:
         if y == 0:  # a value that PTX leaves open; compilers divide before they know whether the result is wanted
             return -1
         return abs(x) // abs(y) if (x < 0) == (y < 0) else -(abs(x) // abs(y))
-    if operation == CVT:
+    if operation == Op.CVT:
         return _unsigned(_narrow(a, extra), extra)
     if kind == 64:  # to compare 64 bits without a sign, turn it
         x, y = x ^ (np.int64(-1) << 63), y ^ (np.int64(-1) << 63)
@@ -336,7 +332,7 @@ def _bits(operation: int, a: int, width: int) -> int:
     for i in range(width):
         if (a >> i) & 1:
             count, zeros = count + 1, width - 1 - i
-    return count if operation == POPC else zeros
+    return count if operation == Op.POPC else zeros
 
 
 @njit
@@ -356,13 +352,13 @@ def _double(operation: int, a: int, b: int, doubles: Any) -> int:
     """What an instruction makes of doubles, which registers hold as their bits."""
     words = doubles.view(np.int64)
     words[0], words[1] = a, b
-    if operation == F64_FROM:
+    if operation == Op.F64_FROM:
         return np.int64(doubles[0])
-    if operation == F64_TO:
+    if operation == Op.F64_TO:
         doubles[0] = np.float64(a)
-    elif operation == ADD_F64:
+    elif operation == Op.ADD_F64:
         doubles[0] += doubles[1]
-    elif operation == MUL_F64:
+    elif operation == Op.MUL_F64:
         doubles[0] *= doubles[1]
     else:
         doubles[0] /= doubles[1]
@@ -390,11 +386,11 @@ def _unsigned(value: int, kind: int) -> int:
 @njit
 def _result_kind(operation: int, kind: int) -> int:
     """Type of an instruction's result."""
-    if operation == SETP:
+    if operation == Op.SETP:
         return 1
-    if operation in (POPC, CLZ):
+    if operation in (Op.POPC, Op.CLZ):
         return 32
-    return 2 * (kind % SIGNED) if operation == MUL_WIDE else kind
+    return 2 * (kind % SIGNED) if operation == Op.MUL_WIDE else kind
 
 
-__all__ = ["Machine", "MachineError", "Program"]
+__all__ = ["Machine", "MachineError"]

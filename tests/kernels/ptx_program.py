@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass
-from typing import Any
+from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +19,20 @@ SHARED_BASE = 1024
 SIGNED = 256
 """Added to the bits of a signed type."""
 
-# In groups: registers only; doubles; memory, whose column D tells shared from global; control; where threads meet.
-OPERATIONS = (
-    *("mov", "add", "sub", "mul", "mul.wide", "mul.hi", "mad", "and", "or", "xor", "not", "neg", "shl", "shr", "min"),
-    *("max", "max.relu", "popc", "clz", "div", "cvt", "setp", "selp"),
-    *("add.f64", "mul.f64", "div.f64", "f64.from", "f64.to"),
-    *("ld", "ld.flag", "st", "atom.add", "atom.or", "atom.cas"),
-    *("ld.param", "special", "bra", "ret"),
-    *("bar.sync", "bar.warp", "shfl", "vote", "match", "redux"),
-)
+
+class Op(IntEnum):
+    """Operations, in groups: on registers; on doubles; on memory, where column D tells shared from global; control;
+    where threads meet. Names are PTX's, with ``_`` for a dot.
+    """
+
+    MOV, ADD, SUB, MUL, MUL_WIDE, MUL_HI, MAD, AND, OR, XOR, NOT, NEG, SHL, SHR, MIN, MAX, MAX_RELU = range(17)
+    POPC, CLZ, DIV, CVT, SETP, SELP = range(17, 23)
+    ADD_F64, MUL_F64, DIV_F64, F64_FROM, F64_TO = range(23, 28)
+    LD, LD_FLAG, ST, ATOM_ADD, ATOM_OR, ATOM_CAS = range(28, 34)
+    LD_PARAM, SPECIAL, BRA, RET = range(34, 38)
+    BAR_SYNC, BAR_WARP, SHFL, VOTE, MATCH, REDUX = range(38, 44)
+
+
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 SHUFFLES = ("idx", "up", "down", "bfly")
 REDUCTIONS = ("add", "min", "max", "and", "or", "xor")
@@ -182,17 +187,18 @@ class _Parser:
         return self.registers[text]
 
     def add(self, name: str, kind: str = "b32", to: int = 0, *inputs: int, d: int = 0, extra: int = 0) -> None:
-        if name not in OPERATIONS:
+        operation = Op.__members__.get(name.upper().replace(".", "_"))
+        if operation is None:
             raise UnknownInstructionError(self.text)
         a, b, c, last = (*inputs, *(0, 0, 0, 0)[len(inputs) :])
-        self.rows.append([OPERATIONS.index(name), kind_of(kind), to, a, b, c, d or last, self.when, extra])
+        self.rows.append([operation, kind_of(kind), to, a, b, c, d or last, self.when, extra])
         self.lines.append(self.text)
 
 
 def kind_of(name: str) -> int:
     """Bits of a type, ``SIGNED`` more for a signed one; predicates have one bit."""
-    found: Any = re.fullmatch(r"([bsuf])(\d+)", name)
+    found = re.fullmatch(r"([bsuf])(\d+)", name)
     return 1 if found is None else int(found[2]) + SIGNED * (found[1] == "s")
 
 
-__all__ = ["OPERATIONS", "SHARED_BASE", "SIGNED", "Program", "UnknownInstructionError"]
+__all__ = ["SHARED_BASE", "SIGNED", "Op", "Program", "UnknownInstructionError"]
