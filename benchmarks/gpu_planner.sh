@@ -11,11 +11,13 @@ all="tests equality sanitize bench calibrate"
 known_steps "$all" "$@"
 steps=("$@")
 [ $# -gt 0 ] || steps=($all)
-processes=$((gpus > 1 ? 2 : 1))
 file=tests/kernels/test_planner_gpu.py
 
 unit() { CUDA_VISIBLE_DEVICES=0 tests tests 100 -x $file; }
-equality() { MEGAFLUX_WAIT_S=20 LINES_SHOWN=60 ranks $processes equality 150 -m benchmarks.bench_planner_equality; }
+program() { # step, its module: on two GPUs with real ranks too, on one with virtual ones alone
+  if [ "$gpus" -ge 2 ]; then ranks 2 "$1" 150 -m "$2"; else step "$1" 150 python3 -m "$2"; fi
+}
+equality() { MEGAFLUX_WAIT_S=20 LINES_SHOWN=60 program equality benchmarks.bench_planner_equality; }
 sanitize() { # on the last GPU, all tools at once
   local status=0 tool pids=()
   for tool in memcheck racecheck synccheck; do
@@ -27,7 +29,7 @@ sanitize() { # on the last GPU, all tools at once
   for tool in "${pids[@]}"; do wait "$tool" || status=1; done
   return $status
 }
-bench() { LINES_SHOWN=50 ranks $processes bench 150 -m benchmarks.bench_planner; }
+bench() { LINES_SHOWN=50 program bench benchmarks.bench_planner; }
 calibrate() {
   MEGAFLUX_CALIBRATION=$work/calibration.json step calibrate 90 \
     python3 -c 'from megaflux_serve.cli import main; main()' calibrate --hidden 2048 --intermediate 768

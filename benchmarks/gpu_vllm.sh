@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# vLLM servers with the backend on a host with two Hopper GPUs; logs and results go to $OUT (default ./out).
+# vLLM servers with the backend on a host with Hopper GPUs; logs and results go to $OUT (default ./out).
 #   benchmarks/gpu_vllm.sh [STEP...]        default: all, in this order; seconds are the most that a step takes
 #
-#   smoke      230  do servers start, eager and with captured graphs, and answer as stock vLLM does?
-#   tests      360  tests/plugins/test_vllm_two_gpus.py: six engines side by side; their logs are in $OUT/tests
+#   smoke      230  do servers start, eager and with captured graphs, and answer as stock vLLM does? Two GPUs
+#   tests      360  tests/plugins/test_vllm_two_ranks.py: six engines side by side; their logs are in $OUT/tests. With
+#                   one GPU, ranks take turns on it
 cd "$(dirname "$0")/.." || exit
 . benchmarks/gpu_steps.sh
 export PYTHONPATH="$PYTHONPATH:$work/metadata"
@@ -17,7 +18,7 @@ smoke() {
 }
 tests() { # -v -s: what has ended is in the log at once
   LINES_SHOWN=100 step tests 360 python3 -m pytest -v -s -o addopts= -W ignore -p no:cacheprovider --tb=short \
-    --basetemp "$OUT/tests" tests/plugins/test_vllm_two_gpus.py
+    --basetemp "$OUT/tests" tests/plugins/test_vllm_two_ranks.py
 }
 
 run_steps "$@"

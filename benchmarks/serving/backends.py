@@ -39,7 +39,7 @@ HANDS_OVER, MIN_TOKENS = "staged", 256
 BUDGET = "benchmark_chunk"
 """The extra argument of a request that carries the budget of a step to ``scheduler.BudgetScheduler``."""
 
-CAPTURED_BATCHES = [1, 2, 4, 8, 16, 32, 64, 128]
+CAPTURED_BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 """Sizes of decode batches that get a CUDA graph; fewer than vLLM's default, so that engines start sooner."""
 
 

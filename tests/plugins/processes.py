@@ -107,7 +107,7 @@ def run_script(
         RuntimeError: it failed; carries parts of the log.
         subprocess.TimeoutExpired: it took longer.
     """
-    places = os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH"))))
+    places = os.pathsep.join(filter(None, (str(PROJECT), {**os.environ, **environment}.get("PYTHONPATH"))))
     command = [python, script, *map(str, arguments)]
     process = _start(command, log, {**environment, "PYTHONPATH": places})
     try:

@@ -1,4 +1,6 @@
-"""Real engines on two Hopper GPUs: compiled, with captured graphs, at the sizes of a real model.
+"""Real engines of two ranks on Hopper GPUs: compiled, with captured graphs, at the sizes of a real model.
+
+The ranks have a GPU each, or take turns on one where there is no second (``shared_gpu``).
 
 A start takes most of a minute, nearly all of it on a few CPU cores, so all engines start side by side: servers that are
 asked one after the other, one whose rank is killed when those have answered, and offline engines of tensor-parallel
@@ -25,13 +27,14 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-if torch.cuda.device_count() < 2 or torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("needs two NVIDIA GPUs of the Hopper generation", allow_module_level=True)
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("needs an NVIDIA GPU of the Hopper generation, better two", allow_module_level=True)
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from megaflux_vllm.choice import HANDOVER_ROWS  # noqa: E402
 
+from tests.plugins import shared_gpu  # noqa: E402
 from tests.plugins.engine_runs import (  # noqa: E402
     ENVIRONMENT,
     NO_FUSED_ALLREDUCE,
@@ -126,15 +129,17 @@ class Place:
         caches: for what vLLM compiles. Each engine has a folder there: vLLM replaces some files of a cache whole and
             writes others in place.
         logs: kept by pytest; ``<name>.log`` is a server's, ``offline-<name>`` a folder of an offline engine.
+        machine: environment variables that this machine asks for.
     """
 
     checkpoint: Path
     caches: Path
     logs: Path
+    machine: dict[str, str]
 
-    def cache_of(self, name: str) -> dict[str, str]:
-        """The environment that gives an engine its cache."""
-        return {"VLLM_CACHE_ROOT": str(self.caches / name)}
+    def environment(self, name: str) -> dict[str, str]:
+        """The environment that gives an engine its devices and its cache."""
+        return ENVIRONMENT | self.machine | {"VLLM_CACHE_ROOT": str(self.caches / name)}
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +148,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     logs = tmp_path_factory.mktemp("engines")
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(len(SERVERS) + 1 + len(OFFLINE)) as pool:
         folder, turn = Path(scratch), Lock()
-        place = Place(write_checkpoint(folder / "random", num_layers=2), folder / "caches", logs)
+        machine = shared_gpu.environment(folder / "shared") if torch.cuda.device_count() == 1 else {}
+        place = Place(write_checkpoint(folder / "random", num_layers=2), folder / "caches", logs, machine)
         servers = {name: pool.submit(ask_server, name, place, turn) for name in SERVERS}
         losing = pool.submit(lose_a_rank, place, list(servers.values()))
         other = write_neighbours(place.checkpoint, folder / "other")
@@ -154,8 +160,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 def ask_server(name: str, place: Place, turn: Lock) -> Asked:
     """The life of a server that is asked when it is its turn."""
     log, begin = place.logs / f"{name}.log", time.monotonic()
-    environment = ENVIRONMENT | place.cache_of(name)
-    with serve(SERVERS[name], log, place.checkpoint, COMMON, START_S, environment) as server:
+    with serve(SERVERS[name], log, place.checkpoint, COMMON, START_S, place.environment(name)) as server:
         started = time.monotonic()
         with turn:
             tokens = ask(server)
@@ -173,8 +178,7 @@ def ask(server: Server) -> Tokens:
 def lose_a_rank(place: Place, others: Sequence[Future[Asked]]) -> None:
     """The life of a server whose rank is killed as soon as the others have ended, which it must not disturb."""
     log = place.logs / "loses-a-rank.log"
-    environment = ENVIRONMENT | place.cache_of("loses-a-rank")
-    with serve(LOSES_A_RANK, log, place.checkpoint, COMMON, START_S, environment) as server:
+    with serve(LOSES_A_RANK, log, place.checkpoint, COMMON, START_S, place.environment("loses-a-rank")) as server:
         wait(others)
         server.complete_together(PROMPTS)
         (victim,) = engine_processes(log.read_text())
@@ -201,7 +205,7 @@ def ask_offline(name: str, place: Place, other: Path) -> dict[str, Tokens]:
         "options": OFFLINE_COMMON | OFFLINE[name],
         "reload": str(other),
     }
-    tokens = run_offline([run], folder, OFFLINE_S, ONE_PROCESS | place.cache_of(folder.name))
+    tokens = run_offline([run], folder, OFFLINE_S, ONE_PROCESS | place.environment(folder.name))
     print(f"{folder.name}: done in {time.monotonic() - begin:.0f} s")
     return tokens
 
