@@ -78,7 +78,7 @@ def assert_routes_are_the_models(store: ReplayStore) -> None:
         assert not len(different), f"{record.id}: {len(different)} of {wanted[..., 0].size}, first {different[0]}"
 
 
-def test_offline_routes_with_chunks_prefix_hits_preemption_and_several_samples(tmp_path: Path) -> None:
+def test_offline_routes_with_chunks_prefix_hits_preemption_stop_strings_and_several_samples(tmp_path: Path) -> None:
     said = offline(tmp_path)
     assert said["preemptions"] > 0
     assert said["prefix_hits"] > 0
@@ -129,7 +129,7 @@ def begin_and_hang_up(server: Server, prompt: str) -> None:
 
 
 def main(folder: Path) -> None:
-    """The child process of ``offline``: greedy, then samples of prompts that the cache knows."""
+    """The child process of ``offline``: greedy, samples of prompts that the cache knows, and a stop string."""
     from vllm import LLM, SamplingParams
 
     options = {"megaflux": {"capture": str(folder / "store")}}
@@ -144,12 +144,16 @@ def main(folder: Path) -> None:
     common = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "extra_args": LABELS}
     tokens = []
     for prompts, sampling in (
-        (PROMPTS, SamplingParams(temperature=0, **common)),
         (PROMPTS[:2], SamplingParams(temperature=1, **common)),
         (PROMPTS[2:4], SamplingParams(temperature=1, n=3, **common)),
+        (PROMPTS, SamplingParams(temperature=0, **common)),
     ):
-        for output in llm.generate(prompts, sampling, use_tqdm=False):
-            tokens += [[*output.prompt_token_ids, *sample.token_ids] for sample in output.outputs]
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        tokens += [[*output.prompt_token_ids, *sample.token_ids] for output in outputs for sample in output.outputs]
+    stop = outputs[0].outputs[0].text[5:8]
+    (stopped,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, stop=stop, **common), use_tqdm=False)
+    assert stopped.outputs[0].stop_reason == stop, stopped  # found in the front end, which then ends the request
+    tokens.append([*stopped.prompt_token_ids, *stopped.outputs[0].token_ids])
     metrics = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     said = {
         "tokens": tokens,
