@@ -45,11 +45,13 @@ class Engine:
 
     def __init__(self, spec: EngineSpec) -> None:
         from vllm import AsyncEngineArgs
+        from vllm.utils.gc_utils import freeze_gc_heap
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.spec, self.num_requests, self.steps = spec, 0, 0
         arguments = AsyncEngineArgs(**spec.arguments)
         self.llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[self._step_counter()])
+        freeze_gc_heap()  # as vllm serve does: else some rounds pay for a look at every object that imports left
 
     async def batch_seconds(self, prompts: Sequence[list[int]], max_tokens: int, chunk: int) -> float:
         """Seconds from the first step until every request has ``max_tokens`` tokens.
