@@ -59,4 +59,21 @@ def rollouts() -> str:
     return table(["", *columns], lines) + provenance(bench)
 
 
-TABLES: dict[str, Callable[[], str]] = {"stores": stores, "recording": recording, "rollouts": rollouts}
+def messages() -> str:
+    """What the routes of a step of decode cost vLLM's processes, sent with every token or held."""
+    bench, lines = "route_messages", []
+    for running in sorted({row["case"]["running"] for row in rows(bench, "pack_us")}):
+        at = {"running": running}
+        sent = [value(bench, metric, variant="with every token", **at) for metric in ("pack_us", "unpack_us")]
+        held = [value(bench, metric, variant="held", **at) for metric in ("hold_us", "pack_us", "unpack_us")]
+        lines.append([f"{running:,}", *(f"{us:,.0f}" for us in (*sent, *held))])
+    header = ["µs a step; running requests", "packed", "unpacked", "held", "then packed", "and unpacked"]
+    return table(header, lines) + provenance(bench)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "stores": stores,
+    "recording": recording,
+    "rollouts": rollouts,
+    "route_messages": messages,
+}

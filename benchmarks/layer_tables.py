@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from benchmarks.harness.documents import cell, provenance, rows, table, value
@@ -33,9 +34,9 @@ PEERS = {
 AT_8K: dict[str, Any] = {"tokens_per_rank": 8192, "ranks": 2}
 
 
-def present(bench: str, key: str, names: dict[str, str]) -> list[str]:
+def present(bench: str, key: str, names: dict[str, str], ranks: int = 2) -> list[str]:
     """The names that a result file has, in the order of ``names``."""
-    held = {row["case"].get(key) for row in rows(bench, "latency_ms", ranks=2)}
+    held = {row["case"].get(key) for row in rows(bench, "latency_ms", ranks=ranks)}
     return [name for name in names if name in held]
 
 
@@ -78,12 +79,12 @@ def forward() -> str:
     return table(header, lines) + provenance(bench, ranks=2)
 
 
-def forward_peers() -> str:
-    """Who else computes the layer on the same two GPUs in the same run, balanced: burst / sustained."""
-    case = {**AT_8K, "routing": "balanced"}
-    shapes = present("layer_forward", "shape", SHAPES)
+def forward_peers(ranks: int = 2) -> str:
+    """Who else computes the layer on the same GPUs in the same run, balanced: burst / sustained."""
+    case = {**AT_8K, "ranks": ranks, "routing": "balanced"}
+    shapes = present("layer_forward", "shape", SHAPES, ranks)
     lines = []
-    for variant in present("layer_forward", "variant", PEERS):
+    for variant in present("layer_forward", "variant", PEERS, ranks):
         cells = []
         for shape in shapes:
             at = {**case, "shape": shape, "variant": variant}
@@ -94,7 +95,8 @@ def forward_peers() -> str:
             cells.append(" / ".join(rates) if rates != ["-", "-"] else "-")
         if set(cells) != {"-"}:
             lines.append([PEERS[variant], *cells])
-    return table(["TFLOP/s a GPU", *(SHAPES[shape] for shape in shapes)], lines) + provenance("layer_forward", ranks=2)
+    header = ["TFLOP/s a GPU", *(SHAPES[shape] for shape in shapes)]
+    return table(header, lines) + provenance("layer_forward", ranks=ranks)
 
 
 def routings() -> str:
@@ -184,6 +186,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "layer": layer,
     "forward": forward,
     "forward_peers": forward_peers,
+    "forward_peers_alone": partial(forward_peers, 1),
     "forward_routings": routings,
     "forward_tokens": tokens,
     "layer_counters": counters,

@@ -125,12 +125,14 @@ def soak() -> str:
 
 def load() -> str:
     """What ``vllm bench serve`` measured on every server, and how long it took to start."""
-    backends = list(dict.fromkeys(row["case"]["backend"] for row in results("serving_load")))
+    servers = [row["case"] for row in rows("serving_load", "first_answer_s")]
     lines = [
-        [name, *(form.format(value("serving_load", metric, backend=backend)) for backend in backends)]
+        [name, *(form.format(value("serving_load", metric, **server)) for server in servers)]
         for metric, (name, form) in LOAD.items()
     ]
-    return table(["", *backends], lines) + provenance("serving_load")
+    modes = {False: "layers as in eager mode", True: "compiled"}
+    header = [f"{s['backend']}, GPUs: {s['ranks']}, {modes[s['compiled']]}" for s in servers]
+    return table(["", *header], lines) + provenance("serving_load")
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -39,17 +39,21 @@ class HeldRoutes:
             requests: vLLM's requests that have not ended, by id.
         """
         for output in outputs:
-            new, request = output.routed_experts, requests.get(output.request_id)
+            new, rows = output.routed_experts, self.rows.get(output.request_id)
             if new is None:
                 continue
-            if output.finish_reason is not None:
-                rows = self.rows.pop(output.request_id, bytearray())
-                rows += new.tobytes()
-                output.routed_experts = np.frombuffer(rows, new.dtype).reshape(-1, *new.shape[1:])
-            elif request is not None and not request.sampling_params.stop:
-                rows = self.rows.setdefault(output.request_id, bytearray())
+            if output.finish_reason is None:
+                if rows is None:
+                    request = requests.get(output.request_id)
+                    if request is None or request.sampling_params.stop:
+                        continue
+                    rows = self.rows[output.request_id] = bytearray()
                 rows += new.tobytes()
                 output.routed_experts = None
+            elif rows is not None:
+                rows += new.tobytes()
+                output.routed_experts = np.frombuffer(rows, new.dtype).reshape(-1, *new.shape[1:])
+                del self.rows[output.request_id]
 
 
 __all__ = ["HeldRoutes"]
