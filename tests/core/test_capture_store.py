@@ -23,6 +23,7 @@ from megaflux_serve.capture import ModelShape, ReplayStore, seal
 from megaflux_serve.capture.frame import HEADER, MAGIC, _next_header, encode
 from megaflux_serve.errors import ConfigError, InputError
 from tests.core.capture_cases import MODEL, ROOT, filled, found_ids, in_killed_processes, record
+from tests.core.open_files import open_files
 
 
 def test_records_of_many_processes_are_all_there(tmp_path: Path) -> None:
@@ -273,13 +274,13 @@ def test_a_writer_that_cannot_begin_a_shard_leaves_none_and_no_open_file(
         raise OSError(5, "Input/output error")
 
     store = ReplayStore.create(tmp_path, MODEL)
-    writer, num_open = store.writer(), len(os.listdir("/proc/self/fd"))
+    writer = store.writer()
     with monkeypatch.context() as patch:
         patch.setattr("megaflux_serve.capture.store.sync_folder", failing)
         with pytest.raises(OSError, match="Input/output error"):
             writer.append(record("a"))
     assert list((tmp_path / "shards").iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert open_files(tmp_path) == []
     writer.append(record("a"))
     writer.close()
     assert found_ids(store) == ["a"]

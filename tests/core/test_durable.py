@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megaflux_serve.durable import locked, publish_folder, write_all, write_atomically
+from tests.core.open_files import open_files
 
 Event = tuple[str, Path, Any]
 
@@ -86,14 +87,14 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     def failing(*arguments: Any) -> None:
         raise error
 
-    path, num_open = tmp_path / "file", len(os.listdir("/proc/self/fd"))
+    path = tmp_path / "file"
     path.write_bytes(b"old")
     with monkeypatch.context() as patch:
         patch.setattr(os, step, failing)
         with pytest.raises(type(error)):
             write_atomically(path, b"new")
     assert (path.read_bytes(), os.listdir(tmp_path)) == (b"old", ["file"])
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert open_files(tmp_path) == []
 
 
 def test_an_interrupt_right_behind_the_renaming_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
