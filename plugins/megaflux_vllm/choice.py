@@ -144,11 +144,16 @@ def obstacle(config: VllmConfig, options: MegaFluxConfig, num_ranks: int) -> str
         ConfigError, UnsupportedError: what the model or the options set against it.
     """
     check_megakernel(config, options, num_ranks)
-    return machine_obstacle(num_ranks)
+    return machine_obstacle(num_ranks, config.parallel_config.assigned_physical_gpu_ids)
 
 
-def machine_obstacle(num_ranks: int) -> str | None:
-    """Why this machine cannot run the megakernel, None if it can; asks the driver, starts no context."""
+def machine_obstacle(num_ranks: int, device_ids: Sequence[int] | None = None) -> str | None:
+    """Why this machine cannot run the megakernel, None if it can; asks the driver, starts no context.
+
+    Args:
+        num_ranks: expert-parallel ranks.
+        device_ids: the node's GPUs that the ranks get (``--device-ids``); None: the first ones that are visible.
+    """
     from vllm.platforms import current_platform as platform
 
     if not platform.is_cuda():
@@ -159,9 +164,8 @@ def machine_obstacle(num_ranks: int) -> str | None:
         return reason
     if num_ranks > platform.device_count():
         return f"{num_ranks} ranks do not fit the {platform.device_count()} GPUs of this node"
-    if num_ranks > 1 and not platform.is_fully_connected(
-        [platform.device_id_to_physical_device_id(index) for index in range(num_ranks)]
-    ):
+    gpus = device_ids or [platform.device_id_to_physical_device_id(index) for index in range(num_ranks)]
+    if num_ranks > 1 and not platform.is_fully_connected(list(gpus[:num_ranks])):
         return "the GPUs are not all connected by NVLink"
     return None
 

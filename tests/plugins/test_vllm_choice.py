@@ -59,7 +59,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that can run the megakernel, as far as the front end asks."""
-    monkeypatch.setattr(choice, "machine_obstacle", lambda num_ranks: None)
+    monkeypatch.setattr(choice, "machine_obstacle", lambda num_ranks, device_ids: None)
 
 
 def settled(config: VllmConfig) -> MegaFluxConfig:
@@ -112,6 +112,16 @@ def test_more_ranks_than_a_node_has_gpus_are_an_obstacle(pretend: Callable[..., 
     pretend()
     assert choice.machine_obstacle(2) is None
     assert choice.machine_obstacle(4) == "4 ranks do not fit the 2 GPUs of this node"
+
+
+def test_links_are_looked_for_between_the_gpus_that_the_ranks_get(
+    pretend: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend()
+    monkeypatch.setattr(type(current_platform), "is_fully_connected", staticmethod(lambda devices: devices == [4, 5]))
+    assert choice.machine_obstacle(2, [4, 5]) is None
+    for device_ids in (None, [4, 6]):
+        assert choice.machine_obstacle(2, device_ids) == "the GPUs are not all connected by NVLink"
 
 
 @pytest.mark.parametrize(

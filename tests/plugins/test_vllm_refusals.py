@@ -138,7 +138,7 @@ def test_limits_of_the_megakernel_are_named(flags: list[str], message: str) -> N
 
 
 def test_the_megakernel_needs_no_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "machine_obstacle", lambda num_ranks: None)
+    monkeypatch.setattr(choice, "machine_obstacle", lambda num_ranks, device_ids: None)
     front_end("--dtype", "bfloat16", "--no-enforce-eager", *megaflux(executor="megakernel"))
 
 
