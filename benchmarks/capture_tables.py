@@ -61,14 +61,25 @@ def rollouts() -> str:
 
 def messages() -> str:
     """What the routes of a step of decode cost vLLM's processes, sent with every token or held."""
-    bench, lines = "route_messages", []
-    for running in sorted({row["case"]["running"] for row in rows(bench, "pack_us")}):
-        at = {"running": running}
-        sent = [value(bench, metric, variant="with every token", **at) for metric in ("pack_us", "unpack_us")]
-        held = [value(bench, metric, variant="held", **at) for metric in ("hold_us", "pack_us", "unpack_us")]
-        lines.append([f"{running:,}", *(f"{us:,.0f}" for us in (*sent, *held))])
-    header = ["µs a step; running requests", "packed", "unpacked", "held", "then packed", "and unpacked"]
-    return table(header, lines) + provenance(bench)
+    sent, held = ("pack_us", "unpack_us"), ("hold_us", "pack_us", "unpack_us")
+    columns = [*((metric, "vllm") for metric in sent), *((metric, "capture") for metric in held)]
+    lines = []
+    for running in sorted({row["case"]["running"] for row in rows("engine_routes", "pack_us")}):
+        values = [value("engine_routes", metric, variant=variant, running=running) for metric, variant in columns]
+        lines.append([f"{running:,}", *(f"{us:,.0f}" for us in values)])
+    header = ["µs a step; running requests", "packed", "unpacked", "with capture: held", "packed", "unpacked"]
+    return table(header, lines) + provenance("engine_routes")
+
+
+def blocks() -> str:
+    """What listing cache blocks costs vLLM's scheduler in a step, by the length of the requests."""
+    lengths = sorted({row["case"]["tokens"] for row in rows("engine_routes", "list_us")})
+    lines = [
+        [name, *(f"{value('engine_routes', 'list_us', variant=variant, tokens=tokens):,.0f}" for tokens in lengths)]
+        for variant, name in (("vllm", "vLLM"), ("capture", "with capture"))
+    ]
+    header = ["µs a step, 256 running; tokens of each", *(f"{tokens:,}" for tokens in lengths)]
+    return table(header, lines) + provenance("engine_routes")
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -76,4 +87,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "recording": recording,
     "rollouts": rollouts,
     "route_messages": messages,
+    "cache_blocks": blocks,
 }

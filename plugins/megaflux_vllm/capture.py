@@ -4,7 +4,7 @@ Decides what of vLLM's becomes a record and where it is taken: in the front end,
 made, from the routes that vLLM itself returns for it (``--enable-return-routed-experts``, which capture turns on). vLLM
 keeps those routes by the slots of the KV cache, so they survive prefix hits, chunked prefill and preemption, and every
 data-parallel rank reports to the front end; rows that only the store wants travel there with the last output of their
-request (``held_routes``). A thread of its own checks, compresses and appends, and the response is
+request (``engine_routes``). A thread of its own checks, compresses and appends, and the response is
 handed on behind it: when a response is given, its routes are in the store. It carries routes only if the flag is set.
 
 A request that ends by an abort or an error is not recorded, nor one whose prompt streams in. Labels come with the
@@ -102,7 +102,6 @@ def _wrapped(module: ModuleType) -> list[tuple[Any, str, Any]]:
             "OutputProcessor.add_request": _with_labels,
             "RequestState._new_completion_output": _recording,
         },
-        "vllm.v1.core.sched.scheduler": {"Scheduler.update_from_output": _with_rows_at_the_end},
     }
     wrapped = []
     for path, wrapper in by_module[module.__name__].items():
@@ -199,24 +198,6 @@ def _recorder(vllm_config: VllmConfig, folder: Path) -> Recorder:
     if megaflux_config(vllm_config.additional_config).metrics:
         recorder.observer = CaptureEvents("vllm", model.served_model_name)
     return recorder
-
-
-def _with_rows_at_the_end(update: Any) -> Any:
-    @functools.wraps(update)
-    def update_from_output(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(self.vllm_config, ROUTES_NOT_ASKED_FOR, False):
-            return update(self, *args, **kwargs)
-        if not hasattr(self, "megaflux_held_routes"):
-            from megaflux_vllm.held_routes import HeldRoutes
-
-            self.megaflux_held_routes = HeldRoutes()
-        self.megaflux_held_routes.forget_all_but(self.requests)
-        outputs = update(self, *args, **kwargs)
-        for of_client in outputs.values():
-            self.megaflux_held_routes.pass_on(of_client.outputs, self.requests)
-        return outputs
-
-    return update_from_output
 
 
 def _behind_records(step: Any) -> Any:

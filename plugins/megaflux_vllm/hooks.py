@@ -77,7 +77,7 @@ HOOKS = (
     Hook("capture of routes", "capture", "vllm.v1.engine.output_processor"),
     Hook("capture of routes", "capture", "vllm.v1.engine.llm_engine"),
     Hook("capture of routes", "capture", "vllm.v1.engine.async_llm"),
-    Hook("capture of routes", "capture", "vllm.v1.core.sched.scheduler"),
+    Hook("capture of routes", "engine_routes", "vllm.v1.core.sched.scheduler"),
     Hook("metrics of layers", "metrics", ARGUMENTS),
     Hook("the layer of routed experts", "layer", f"{EXPERTS}.routed_experts"),
     Hook("the layer of routed experts", "stock_method", f"{EXPERTS}.unquantized_fused_moe_method"),

@@ -1,4 +1,4 @@
-"""Rows that wait in the engine for the end of their request, without an engine."""
+"""What the engine core does with routes under capture, without an engine."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from megaflux_vllm.held_routes import HeldRoutes
+from megaflux_vllm.capture import ROUTES_NOT_ASKED_FOR
+from megaflux_vllm.engine_routes import HeldRoutes, install, is_installed
 
 from tests.oracles.replay_routes import random_routes
 
@@ -58,3 +60,48 @@ def test_rows_of_an_aborted_request_are_dropped():
     held.pass_on([output("a", ROUTES[:1]), output("b", ROUTES[:2])], running("a", "b"))
     held.forget_all_but(running("b", "c"))
     assert list(held.rows) == ["b"]
+
+
+class Scheduler:
+    """What the hooks need of vLLM's: routes of every running request, whose blocks it lists in every step."""
+
+    def __init__(self, **config: bool) -> None:
+        self.vllm_config = SimpleNamespace(**config)
+        self.enable_return_routed_experts = True
+        self.routed_experts_mgr = SimpleNamespace(attn_gid=1)
+        self.requests = running("prompt", "decode")
+        for name, request in self.requests.items():
+            request.num_output_tokens = int(name == "decode")
+        blocks = {"prompt": ([], [7, 8]), "decode": ([], [9])}
+        self.kv_cache_manager = SimpleNamespace(get_block_ids=blocks.__getitem__)
+        self._re_block_ids: dict[str, list[int]] = {}
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        if self.enable_return_routed_experts:
+            ids = self.kv_cache_manager.get_block_ids
+            self._re_block_ids.update({name: ids(name)[1] for name in scheduler_output.num_scheduled_tokens})
+
+    def update_from_output(self, rows: Any) -> Any:
+        return {0: SimpleNamespace(outputs=[output("decode", rows)])}
+
+
+@pytest.mark.parametrize(
+    ("config", "blocks", "waits"),
+    [
+        ({}, {"prompt": [7, 8], "decode": [9]}, False),
+        ({ROUTES_NOT_ASKED_FOR: False}, {"prompt": [7, 8]}, False),
+        ({ROUTES_NOT_ASKED_FOR: True}, {"prompt": [7, 8]}, True),
+    ],
+    ids=["no capture", "responses carry routes", "capture alone"],
+)
+def test_the_scheduler_does_less_with_capture_and_holds_rows_that_nobody_asked_for(config, blocks, waits):
+    module = SimpleNamespace(Scheduler=type("Hooked", (Scheduler,), {}))
+    assert not is_installed(module)
+    install(module)
+    assert is_installed(module)
+    scheduler = module.Scheduler(**config)
+    scheduler._update_after_schedule(SimpleNamespace(num_scheduled_tokens={"prompt": 5, "decode": 1}))
+    assert scheduler._re_block_ids == blocks
+    assert scheduler.enable_return_routed_experts
+    (step,) = scheduler.update_from_output(ROUTES[:1])[0].outputs
+    assert (step.routed_experts is None) == waits
