@@ -1,7 +1,7 @@
 """Counts to plan by one thread block: the whole planner of MegaFlux section 3.1, in shared memory.
 
-Decides the order of the stages and who runs them: four searches on four warps, the passes after the selection on one
-warp, everything else on the whole block. Knows neither how the counts arrived nor who reads the plan. Equal to
+Decides the order of the stages and who runs them: a search a warp, the passes after the selection on one warp,
+everything else on the whole block. Knows neither how the counts arrived nor who reads the plan. Equal to
 ``plan_replicas`` and ``apply_gate`` of the core, integer for integer.
 """
 
@@ -15,7 +15,7 @@ from cutlass import Boolean, Int32, Int64, const_expr
 
 from megaflux_kernels.layout import MAX_SHARED_BYTES, STALE, Header, SearchShape, ShapeError
 from megaflux_kernels.refine import Refine
-from megaflux_kernels.search import NUM_CANDIDATES, Options, Search, SearchState, state_at, state_words
+from megaflux_kernels.search import NUM_CANDIDATES, Search, SearchState, state_at, state_words
 from megaflux_kernels.slots import Copies, PlanTables, Slots, SlotScratch, plan_tables, scratch_sizes
 from megaflux_kernels.sync.device import words
 
@@ -54,10 +54,10 @@ class PlanOptions(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Shared memory of the block besides the four states and ``SlotScratch``; int32 unless said otherwise.
+    """Shared memory of the block besides the candidates' states and ``SlotScratch``; int32 unless said otherwise.
 
     ``total`` [E] blocks by home slot; ``holds_copy`` [E, mask words] ranks with a resident copy; ``resident`` [P * s];
-    ``expert_of``, ``home_of`` [E]; ``fixed_load`` [P]; ``results`` [4, 3] maximum load, transfers, replicas of each
+    ``expert_of``, ``home_of`` [E]; ``fixed_load`` [P]; ``results`` [8, 3] maximum load, transfers, replicas of each
     candidate; ``keys`` int64 [P * s] and ``order`` [P * s] of the pruning pass; ``num`` [1] replicas listed;
     ``remote``, ``incoming``, ``outgoing`` [P]; ``verdict`` [4] candidate, gated, maximum load, replicas.
     """
@@ -101,7 +101,7 @@ CANDIDATE, GATED, MAX_LOAD, NUM_REPLICAS = range(4)
 
 
 class PlanBlock:
-    """Device code; one instance a shape. The block has ``threads`` threads, at least 128."""
+    """Device code; one instance a shape. The block has ``threads`` threads, at least a warp a candidate."""
 
     def __init__(self, shape: SearchShape, threads: int = 256) -> None:
         self.shape, self.threads = shape, threads
@@ -116,7 +116,7 @@ class PlanBlock:
             raise ShapeError("num_experts", shape.num_experts, f"a state of at most {MAX_SHARED_BYTES} bytes a block")
 
     def views(self, base) -> tuple[Scratch, SlotScratch]:
-        """The tensors of ``Scratch`` and ``SlotScratch`` behind the four states in shared memory at ``base``."""
+        """The tensors of ``Scratch`` and ``SlotScratch`` behind the states in shared memory at ``base``."""
         at, groups = NUM_CANDIDATES * state_words(self.shape), []
         for kind, sizes in (
             (Scratch, block_sizes(self.shape)),
@@ -159,8 +159,8 @@ class PlanBlock:
         warp, lane = tid // 32, tid % 32
         if const_expr(self.shape.num_replica_slots > 0):
             if warp < NUM_CANDIDATES:
-                st, choices = self.state(base, warp), Options(self.target(sc, lane), options.transfer_cost)
-                opened, transfers = self.search.run(st, sc.holds_copy, choices, warp, lane)
+                st, target = self.state(base, warp), self.target(sc, lane)
+                opened, transfers = self.search.run(st, sc.holds_copy, target, options.transfer_cost, warp, lane)
                 most = self.maximum(st.load, lane)
                 if lane == 0:
                     sc.results[3 * warp] = most

@@ -26,9 +26,9 @@ arch = cute.arch
 NONE = 0x7FFFFFFF
 """Key of a lane that has nothing to offer to a minimum."""
 RANK_BITS = 7
-NEEDS_TRANSFER = 1 << 30
-"""Bit of a receiver's key: resident copies come first."""
-NUM_CANDIDATES = 4
+IS_NEW = 1 << 30
+"""Bit of a receiver's key: copies that are not new come first."""
+NUM_CANDIDATES = 8
 
 
 class SearchState(NamedTuple):
@@ -69,7 +69,7 @@ def state_words(shape: SearchShape) -> int:
 
 
 def state_at(shape: SearchShape, states, candidate) -> SearchState:
-    """The state of a candidate within the array of all four.
+    """The state of a candidate within the array of all.
 
     Args:
         shape: compile-time shape.
@@ -84,13 +84,17 @@ def state_at(shape: SearchShape, states, candidate) -> SearchState:
 
 
 class Options(NamedTuple):
-    """Run-time options of a search, uniform over the grid.
+    """Run-time options of a search, uniform over its warp.
 
-    ``target`` tau, blocks; ``transfer_cost`` blocks that a copy which needs a transfer must win beyond; both Int32.
+    ``target`` tau, blocks; ``transfer_cost`` blocks that a new copy must win beyond; both Int32. ``multiple`` new
+    copies of an expert may be opened in a visit, not one; ``anew`` every copy is new, else those that are not resident,
+    and residents come first; both Boolean.
     """
 
     target: Int32
     transfer_cost: Int32
+    multiple: Boolean
+    anew: Boolean
 
 
 class Search:
@@ -101,25 +105,36 @@ class Search:
         self.index_bits = (shape.experts_per_rank - 1).bit_length()  # 8 at most: see ``layout.MAX_HOME_SLOTS``
 
     @cute.jit
-    def run(self, st: SearchState, resident: cute.Tensor, options: Options, candidate: Int32, lane: Int32):
+    def run(
+        self,
+        st: SearchState,
+        resident: cute.Tensor,
+        target: Int32,
+        transfer_cost: Int32,
+        candidate: Int32,
+        lane: Int32,
+    ):
         """Rounds of donor visits, at most s + 2.
 
         Args:
             st: the no-replica assignment; changed in place.
             resident: int32 [E, mask words], ranks that hold a copy from before.
-            candidate: index in ``CANDIDATES``: bit 1 chooses the donor priority, bit 0 the fan-out.
+            target, transfer_cost: as in ``Options``.
+            candidate: index in ``CANDIDATES``: bit 2 is set without regard to residents, bit 1 chooses the donor
+                priority, bit 0 the fan-out.
 
         Returns:
             Replicas opened and, of these, copies that need a transfer.
         """
-        hottest, multiple = (candidate & 2) != 0, (candidate & 1) != 0
+        hottest = (candidate & 2) != 0
+        options = Options(target, transfer_cost, (candidate & 1) != 0, (candidate & 4) != 0)
         opened, transfers, round_idx, moved = Int32(0), Int32(0), Int32(0), Boolean(True)
         while moved & (round_idx < self.shape.num_replica_slots + 2):
             moved = Boolean(False)
             self.order_donors(st, options.target, hottest, lane)
             donor = self.next_donor(st, lane)
             while donor >= 0:
-                more, new = self.visit(st, resident, options, donor, multiple, lane)
+                more, new = self.visit(st, resident, options, donor, lane)
                 opened += more
                 transfers += new
                 moved = moved | (more > 0)
@@ -168,9 +183,7 @@ class Search:
     # ---- new replicas ----------------------------------------------------------------------------------------------
 
     @cute.jit
-    def visit(
-        self, st: SearchState, resident: cute.Tensor, options: Options, donor: Int32, multiple: Boolean, lane: Int32
-    ):
+    def visit(self, st: SearchState, resident: cute.Tensor, options: Options, donor: Int32, lane: Int32):
         """Offer the donor's experts by decreasing blocks at home until its load is at most tau.
 
         The reference first shifts blocks to replicas that exist already. That moves nothing: a shift ends with the
@@ -195,7 +208,7 @@ class Search:
                 j = own - 1 - (best & ((1 << bits) - 1))
                 if (j & 31) == lane:
                     done = done | (Int32(1) << (j >> 5))
-                more, new = self.spread(st, resident, options, donor * own + j, donor, multiple, lane)
+                more, new = self.spread(st, resident, options, donor * own + j, donor, lane)
                 opened += more
                 transfers += new
                 visiting = st.load[donor] > options.target
@@ -214,8 +227,10 @@ class Search:
         return arch.vote_ballot_sync(found) != 0
 
     @cute.jit
-    def receiver(self, st: SearchState, resident: cute.Tensor, target: Int32, home: Int32, donor: Int32, lane: Int32):
-        """Key of the rank that opens the next copy, or NONE: resident copies first, then by load, then by rank."""
+    def receiver(
+        self, st: SearchState, resident: cute.Tensor, options: Options, home: Int32, donor: Int32, lane: Int32
+    ):
+        """Key of the rank that opens the next copy, or NONE: resident copies that count, then by load, then by rank."""
         best = Int32(NONE)
         for word in cutlass.range_constexpr(self.shape.mask_words):
             rank = lane + 32 * word
@@ -223,9 +238,14 @@ class Search:
                 load, at = st.load[rank], home * self.shape.mask_words + word
                 holds = ((st.holders[at] >> lane) & 1) != 0
                 key = (load << RANK_BITS) | rank
-                if ((resident[at] >> lane) & 1) == 0:
-                    key = key | NEEDS_TRANSFER
-                if (load < target) & (st.used[rank] < self.shape.num_replica_slots) & (rank != donor) & (not holds):
+                if (((resident[at] >> lane) & 1) == 0) | options.anew:
+                    key = key | IS_NEW
+                if (
+                    (load < options.target)
+                    & (st.used[rank] < self.shape.num_replica_slots)
+                    & (rank != donor)
+                    & (not holds)
+                ):
                     best = cutlass.min(best, key)
         return arch.warp_redux_sync(best, "min")
 
@@ -237,32 +257,33 @@ class Search:
         options: Options,
         home: Int32,
         donor: Int32,
-        multiple: Boolean,
         lane: Int32,
     ):
-        """Open copies of one expert, one or several that need a transfer; returns copies opened and transfers.
+        """Open copies of one expert, one new one or several; returns copies opened and, of these, transfers.
 
         Each takes v = min(q at home, tau - load) blocks from the owner (Eq. 4).
         """
-        opened, transfers, going = Int32(0), Int32(0), Boolean(True)
+        opened, fresh, transfers, going = Int32(0), Int32(0), Int32(0), Boolean(True)
         blocks, load = st.home_blocks[home], st.load[donor]
         while going:
-            key = self.receiver(st, resident, options.target, home, donor, lane)
-            moves, rank = (key & NEEDS_TRANSFER) != 0, key & 127
-            room = options.target - ((key & (NEEDS_TRANSFER - 1)) >> RANK_BITS)
+            key = self.receiver(st, resident, options, home, donor, lane)
+            is_new, rank = (key & IS_NEW) != 0, key & 127
+            room = options.target - ((key & (IS_NEW - 1)) >> RANK_BITS)
             num_blocks = cutlass.min(blocks, room)
             going = key != NONE
-            if moves:
-                going = going & (multiple | (transfers == 0)) & (num_blocks > options.transfer_cost)
+            if is_new:
+                going = going & (options.multiple | (fresh == 0)) & (num_blocks > options.transfer_cost)
             arch.sync_warp()  # every lane has read what lane 0 is about to change
             if going:
+                at = home * self.shape.mask_words + (rank >> 5)
                 opened += 1
-                if moves:
-                    transfers += 1
+                transfers += 1 - ((resident[at] >> (rank & 31)) & 1)
+                if is_new:
+                    fresh += 1
                 blocks -= num_blocks
                 load -= num_blocks
                 if lane == 0:
-                    used, at = st.used[rank], home * self.shape.mask_words + (rank >> 5)
+                    used = st.used[rank]
                     entry = rank * self.shape.num_replica_slots + used
                     st.entry_home[entry] = home
                     st.entry_blocks[entry] = num_blocks

@@ -27,7 +27,7 @@ Int64Array = NDArray[np.int64]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-_SEARCHES = tuple((c.donor_priority == "overload", c.fan_out == "multiple") for c in CANDIDATES)
+_SEARCHES = tuple((c.donor_priority == "overload", c.fan_out == "multiple", c.keeps_residents) for c in CANDIDATES)
 
 
 def _compiled(function: Function) -> Function:
@@ -125,7 +125,7 @@ def _most_loaded(load: Int64Array) -> int:
 
 
 @_compiled
-def _run(search: _Search, by_overload: bool, multiple: bool, transfer_cost: int) -> None:
+def _run(search: _Search, by_overload: bool, multiple: bool, keeps: bool, transfer_cost: int) -> None:
     num_ranks, num_replica_slots = search.copy_expert.shape
     priority = np.empty(num_ranks, np.int64)
     for _ in range(num_replica_slots + 2):
@@ -139,7 +139,7 @@ def _run(search: _Search, by_overload: bool, multiple: bool, transfer_cost: int)
             if priority[donor] == 0:
                 break
             priority[donor] = 0
-            moved |= _visit(search, donor, multiple, transfer_cost)
+            moved |= _visit(search, donor, multiple, keeps, transfer_cost)
         if not moved:
             return
 
@@ -154,7 +154,7 @@ def _most_home_blocks(search: _Search, rank: int) -> int:
 
 
 @_compiled
-def _visit(search: _Search, donor: int, multiple: bool, transfer_cost: int) -> bool:
+def _visit(search: _Search, donor: int, multiple: bool, keeps: bool, transfer_cost: int) -> bool:
     """Open copies of the donor's experts, largest first, until its load is at most tau.
 
     The specification first fills the donor's existing replicas, as the paper has it. That cannot move a block and is
@@ -172,17 +172,17 @@ def _visit(search: _Search, donor: int, multiple: bool, transfer_cost: int) -> b
         if best < 0:
             break
         visited[best] = True
-        moved |= _spread(search, search.owned[donor, best], donor, multiple, transfer_cost)
+        moved |= _spread(search, search.owned[donor, best], donor, multiple, keeps, transfer_cost)
     return moved
 
 
 @_compiled
-def _spread(search: _Search, expert: int, donor: int, multiple: bool, transfer_cost: int) -> bool:
+def _spread(search: _Search, expert: int, donor: int, multiple: bool, keeps: bool, transfer_cost: int) -> bool:
     """Open copies of one expert until the donor is relieved, its blocks are gone or no receiver is left."""
     moved = False
     opened = 0
     while search.load[donor] > search.target and search.home_blocks[expert] > 0:
-        rank = _receiver(search, expert, donor, True, 0)
+        rank = _receiver(search, expert, donor, True, 0) if keeps else -1
         if rank < 0:
             rank = _receiver(search, expert, donor, False, transfer_cost)
             if rank < 0 or (not multiple and opened == 1):
@@ -194,7 +194,7 @@ def _spread(search: _Search, expert: int, donor: int, multiple: bool, transfer_c
 
 @_compiled
 def _receiver(search: _Search, expert: int, donor: int, resident: bool, transfer_cost: int) -> int:
-    """The least-loaded rank below tau with a free entry, without the expert, resident or not as asked; or -1."""
+    """The least-loaded rank below tau with a free entry, without the expert, with a resident copy if asked; or -1."""
     best = -1
     for rank in range(search.load.size):
         if (
@@ -202,7 +202,7 @@ def _receiver(search: _Search, expert: int, donor: int, resident: bool, transfer
             and rank != donor
             and _entry(search.copy_expert, rank, -1) >= 0
             and _entry(search.copy_expert, rank, expert) < 0
-            and (_entry(search.resident, rank, expert) >= 0) == resident
+            and (not resident or _entry(search.resident, rank, expert) >= 0)
         ):
             best = rank
     if best >= 0 and min(search.home_blocks[expert], search.target - search.load[best]) <= transfer_cost:
@@ -375,7 +375,7 @@ def _plan(
     blocks: Int64Array,
     home: Int64Array,
     resident: Int64Array,
-    searches: tuple[tuple[bool, bool], ...],
+    searches: tuple[tuple[bool, bool, bool], ...],
     penalty: int,
     transfer_cost: int,
     refine_moves_per_rank: int,
@@ -384,9 +384,11 @@ def _plan(
     owned = _owned(home, resident.shape[0])
     best = _new_search(blocks, home, owned, resident)
     winner = -1
-    for candidate, (by_overload, multiple) in enumerate(searches):
+    for candidate, (by_overload, multiple, keeps) in enumerate(searches):
+        if not keeps and (resident.size == 0 or resident.max() < 0):
+            continue  # it would find what the same search with residents has found
         search = _new_search(blocks, home, owned, resident)
-        _run(search, by_overload, multiple, transfer_cost)  # 2
+        _run(search, by_overload, multiple, keeps, transfer_cost)  # 2
         if winner < 0 or _selection_key(search) < _selection_key(best):  # 3
             best, winner = search, candidate
     _prune(best)  # 4

@@ -48,7 +48,7 @@ class ReplicaPlan:
             A resident copy that the plan does not use stays in its slot unless the plan needs the slot.
         transfers: int32 [n, 3], rows of (expert, rank, replica slot index 0..s-1): weights that must be copied from the
             expert's home before the blocks there can run; ordered by (rank, slot).
-        candidate: which of the four greedy searches won (see ``planner.CANDIDATES``), or ``FIXED``.
+        candidate: which of the greedy searches won (see ``planner.CANDIDATES``), or ``FIXED``.
         gated: True when the gate chose the fixed placement although the search had found replicas.
     """
 

@@ -7,7 +7,8 @@ bound is written down here.
 Steps, numbered again in the body:
 
 1. Count blocks, ``b_e = ceil(c_e / block_rows)``; target ``tau = ceil(sum(b) / P)`` blocks a rank.
-2. Run the four greedy searches of ``CANDIDATES`` (donor priority x fan-out) from the no-replica assignment.
+2. Run the greedy searches of ``CANDIDATES`` from the no-replica assignment: the paper's four (donor priority x
+   fan-out), each with resident copies first and without regard to them.
 3. Select the smallest maximum load; ties: fewest new transfers, then fewest replicas, then the earlier candidate.
 4. Prune replicas whose whole allocation fits on another copy under the selected maximum.
 5. Refine by single blocks from the most to the least loaded rank.
@@ -23,7 +24,9 @@ Where the paper leaves a choice open, this is the choice (``load`` in blocks, ``
   shift leaves its receiver at ``tau`` or the expert without home blocks, and neither is undone during a search.
 * The test "load has fallen to tau or below" is made after every move, also between two copies of one expert.
 * *Resident* copies (weights already in a slot of r, not yet used by this plan) are tried before a new copy of the same
-  expert is opened. They take a slot of the budget but are no new copy: they do not count for single fan-out.
+  expert is opened. They take a slot of the budget but are no new copy: they do not count for single fan-out. With few
+  slots they can stand in the way of a better balance, hence the searches without regard to them, for which every copy
+  is a new one. Where nothing is resident these find what the others find, and the others win the tie.
 * *Transfer-aware*: a new, non-resident copy is opened only if it wins more than ``transfer_cost_blocks`` blocks.
 * Refinement stops after ``REFINE_MOVES_PER_RANK * P`` moves.
 """
@@ -46,17 +49,22 @@ REFINE_MOVES_PER_RANK = 4
 
 
 class Candidate(NamedTuple):
-    """One greedy search: which donor goes first, and how many new copies of an expert a round may open."""
+    """One greedy search: which donor goes first, how many new copies of an expert a round may open, residents first."""
 
     donor_priority: Literal["overload", "hottest_expert"]
     fan_out: Literal["single", "multiple"]
+    keeps_residents: bool
 
 
 CANDIDATES = (
-    Candidate("overload", "single"),
-    Candidate("overload", "multiple"),
-    Candidate("hottest_expert", "single"),
-    Candidate("hottest_expert", "multiple"),
+    Candidate("overload", "single", True),
+    Candidate("overload", "multiple", True),
+    Candidate("hottest_expert", "single", True),
+    Candidate("hottest_expert", "multiple", True),
+    Candidate("overload", "single", False),
+    Candidate("overload", "multiple", False),
+    Candidate("hottest_expert", "single", False),
+    Candidate("hottest_expert", "multiple", False),
 )
 
 
@@ -150,7 +158,7 @@ class _Search:
     def run(self, candidate: Candidate) -> None:
         """Rounds of donor visits; at most s + 2, or until a round moves nothing."""
         for _ in range(self.layout.num_replica_slots + 2):
-            moved = [self.visit(donor, candidate.fan_out) for donor in self.donors(candidate.donor_priority)]
+            moved = [self.visit(donor, candidate) for donor in self.donors(candidate.donor_priority)]
             if not any(moved):
                 return
 
@@ -161,7 +169,7 @@ class _Search:
             return sorted(over, key=lambda r: (-self.load[r], r))
         return sorted(over, key=lambda r: (-max(self.q[e][r] for e in self.owned[r]), r))
 
-    def visit(self, donor: int, fan_out: str) -> bool:
+    def visit(self, donor: int, candidate: Candidate) -> bool:
         """Shift blocks of ``donor`` until its load is at most tau or its experts are exhausted; True if any moved."""
         moved = False
         for expert, rank in self.existing_replicas(donor):
@@ -173,10 +181,10 @@ class _Search:
         ):
             opened = 0
             while self.load[donor] > self.target and self.q[expert][donor] > 0:
-                rank = self.receiver(expert, donor, resident=True)
+                rank = self.receiver(expert, donor, resident=True) if candidate.keeps_residents else -1
                 if rank < 0:
                     rank = self.receiver(expert, donor, resident=False)
-                    if rank < 0 or (fan_out == "single" and opened == 1):
+                    if rank < 0 or (candidate.fan_out == "single" and opened == 1):
                         break
                     opened += 1
                 moved |= self.shift(expert, donor, rank)
@@ -192,8 +200,8 @@ class _Search:
     def receiver(self, expert: int, donor: int, resident: bool) -> int:
         """The least-loaded rank that may open a copy of ``expert``, or -1.
 
-        Eligible: below tau, a free replica slot, no copy in use, and resident or not as asked. A copy that must be
-        transferred also has to win more blocks than it costs; the least-loaded rank wins most, so no other can qualify.
+        Eligible: below tau, a free replica slot, no copy in use, and a resident one if asked. A new copy also has to
+        win more blocks than it costs; the least-loaded rank wins most, so no other can qualify.
         """
         ranks = [
             r
@@ -202,7 +210,7 @@ class _Search:
             and self.slots_used[r] < self.layout.num_replica_slots
             and self.q[expert][r] == 0
             and r != donor
-            and bool(self.is_resident[expert, r]) == resident
+            and (not resident or self.is_resident[expert, r])
         ]
         if not ranks:
             return -1

@@ -76,17 +76,32 @@ def test_they_are_equal_on_thousands_of_cases_full_of_ties() -> None:
         assert_equal_plans(fast_planner.plan_replicas(*case), planner.plan_replicas(*case))
 
 
-def test_a_batch_that_is_planned_again_and_again_soon_copies_nothing() -> None:
-    """With copies in place the searches find other plans at first, as docs/operations.md says of sticky slots."""
-    layout, copied = SlotLayout(128, 8, 2), np.zeros(8)
+def test_a_batch_that_comes_again_copies_nothing() -> None:
+    layout, copied = SlotLayout(128, 8, 2), np.zeros(4)
     for seed in range(30):
         counts = permute(scale_counts(zipf_shares(128, 3), 8 * 1024, 8), seed)
         resident = layout.no_replicas()
         for batch in range(copied.size):
             plan = fast_planner.plan_replicas(split_by_source(counts, 8), layout, resident=resident)
             resident, copied[batch] = plan.replica_experts, copied[batch] + len(plan.transfers)
-    assert 0 < copied[1] < 0.4 * copied[0]
-    assert copied[5:].sum() == 0
+    assert copied[0] > 0
+    assert copied[1:].sum() == 0
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_copies_in_place_cost_no_balance(slots: int) -> None:
+    """On these batches, whose shares drift: two plans with one maximum may be refined to different ones."""
+    layout, random, kept, copied = SlotLayout(64, 8, slots), np.random.default_rng(3), 0, 0
+    for _ in range(8):
+        logits, resident = np.log(zipf_shares(64, 4))[random.permutation(64)], layout.no_replicas()
+        for _ in range(12):
+            logits += 0.1 * random.standard_normal(64)
+            counts = random.multinomial(65_536, np.exp(logits) / np.exp(logits).sum(), size=8)
+            plan = fast_planner.plan_replicas(counts, layout, resident=resident)
+            assert plan.max_load <= fast_planner.plan_replicas(counts, layout).max_load
+            resident = plan.replica_experts
+            copied, kept = copied + len(plan.transfers), kept + plan.num_replicas - len(plan.transfers)
+    assert kept > 2 * copied > 0
 
 
 def test_rows_near_the_limit_of_32_bits_are_planned_exactly() -> None:

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from megaflux_kernels import planner_buffers
-from megaflux_kernels.layout import STALE, SearchShape, Wait
+from megaflux_kernels.layout import STALE, PlanLayout, SearchShape, Wait
 from megaflux_kernels.planner_buffers import home_table
 from megaflux_kernels.planner_map import THREADS, PlannerMap, PlannerShape
+from megaflux_kernels.search import NUM_CANDIDATES
 from megaflux_kernels.symmetric import SymmetricMemory
 from megaflux_kernels.totals_map import Total
 from megaflux_kernels.worklist import LayerShape
@@ -28,6 +29,7 @@ from benchmarks.planner_rig import Tables
 from megaflux_serve.planning import planner
 from megaflux_serve.planning.plan import ReplicaPlan
 from megaflux_serve.planning.totals import LayerTotals, totals_map
+from megaflux_serve.planning.workload import zipf_shares
 from megaflux_serve.routing import expert_counts
 from megaflux_serve.slots import SlotLayout
 from tests.kernels.cubin import compile_kernels
@@ -65,27 +67,60 @@ cute.compile(planner, *arguments, cutlass.cuda.default_stream())
 """
 
 
+def plans_of(
+    program: Program,
+    layout: PlanLayout,
+    counts: NDArray[Any],
+    homes: NDArray[np.int32],
+    resident: NDArray[np.int32],
+    options: Sequence[int],
+    seed: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Plans int32 [n, words] of counts [n, P, E], and the copies held afterwards, int32 [n, P, s]."""
+    machine = Machine(1 << 24, PLAN_THREADS)
+    inputs = [
+        machine.tensor(array.shape, torch.int32).copy_(torch.from_numpy(array.astype(np.int32)))
+        for array in (counts, homes, resident)
+    ]
+    plans = machine.tensor((len(counts), layout.num_words), torch.int32, -77)
+    arguments = (*(tensor.data_ptr() for tensor in (*inputs, plans)), *options)
+    machine.run(program, (len(counts), 1), [arguments], seed)
+    return plans.numpy(), inputs[2].numpy()
+
+
 @pytest.mark.parametrize("shape", [(8, 2, 1), (64, 8, 2), (256, 8, 8), (144, 72, 2), (16, 1, 0)])
 def test_plans_of_given_counts_equal_the_reference(shape: tuple[int, int, int], tmp_path: Path) -> None:
     (kernel,) = compile_kernels(PLANS.format(shape=shape), tmp_path)
     program, layout = Program.parse(kernel.ptx), SearchShape(*shape).plan
     for seed, group in enumerate(groups(shape, 10, seed=3)):
-        machine, num = Machine(1 << 24, PLAN_THREADS), len(group.counts)
-
-        def given(array: NDArray[Any], machine: Machine = machine) -> torch.Tensor:
-            return machine.tensor(array.shape, torch.int32).copy_(torch.from_numpy(array.astype(np.int32)))
-
         homes = home_table(group.layout.num_experts, group.layout.num_ranks, group.layout.home_rank)
-        inputs = [given(array) for array in (group.counts, homes, group.resident)]
-        plans, gate = machine.tensor((num, layout.num_words), torch.int32, -77), group.gate
+        gate = group.gate
         costs = (gate.block_ns, gate.replica_ns, gate.plan_ns, gate.hidden_permille) if gate else (0, 0, 0, 0)
         options = (group.options.transfer_cost_blocks, group.options.reduction_penalty, *costs)
-        arguments = (*(tensor.data_ptr() for tensor in (*inputs, plans)), *options)
-        machine.run(program, (num, 1), [arguments], seed)
-        for case in range(num):
+        plans, held = plans_of(program, layout, group.counts, homes, group.resident, options, seed)
+        for case in range(len(plans)):
             expected = expected_tables(group.plan(case), case % shape[1], case + 1)
-            assert first_difference(expected, layout.split(plans[case].numpy())) is None
-            assert np.array_equal(inputs[2][case].numpy(), expected["replica_experts"])
+            assert first_difference(expected, layout.split(plans[case])) is None
+            assert np.array_equal(held[case], expected["replica_experts"])
+
+
+def test_plans_of_batches_that_follow_each_other_equal_the_reference(tmp_path: Path) -> None:
+    """Copies stay and shares drift, so that searches with and without regard to copies win."""
+    shape, rng = (64, 8, 1), np.random.default_rng(1)
+    (kernel,) = compile_kernels(PLANS.format(shape=shape), tmp_path)
+    layout, resident, expected = SlotLayout(*shape), [SlotLayout(*shape).no_replicas()], list[ReplicaPlan]()
+    logits = np.log(zipf_shares(64, 4))[rng.permutation(64)]
+    for _ in range(24):
+        logits += 0.1 * rng.standard_normal(64)
+        counts = rng.multinomial(8_192, np.exp(logits) / np.exp(logits).sum(), size=8)
+        expected.append(planner.plan_replicas(counts, layout, resident=resident[-1]))
+        resident.append(expected[-1].replica_experts)
+    assert {plan.candidate < NUM_CANDIDATES // 2 for plan in expected} == {True, False}
+    homes, counts = home_table(64, 8, layout.home_rank), np.stack([plan.counts for plan in expected])
+    program, tables = Program.parse(kernel.ptx), SearchShape(*shape).plan
+    plans, _ = plans_of(program, tables, counts, homes, np.stack(resident[:-1]), [0] * 6, seed=2)
+    for case, plan in enumerate(expected):
+        assert first_difference(expected_tables(plan, case % 8, case + 1), tables.split(plans[case])) is None
 
 
 class Ranks:
