@@ -29,15 +29,15 @@ RANK_BITS = 7
 IS_NEW = 1 << 30
 """Bit of a receiver's key: copies that are not new come first."""
 NUM_CANDIDATES = 8
+"""As many as the reference planner's ``CANDIDATES``, in that order."""
 
 
 class SearchState(NamedTuple):
     """One candidate's state in shared memory, all int32.
 
     ``home_blocks`` [E] blocks at home; ``holders`` [E, mask words] ranks with a replica that computes; ``load`` [P]
-    blocks;
-    ``used`` [P] replica slots taken; ``entry_home`` [P * s] home slot of the expert in an entry, -1 for a free one;
-    ``entry_blocks`` [P * s] blocks there; ``donor_key`` [P] priority of donors still to visit in this round.
+    blocks; ``used`` [P] replica slots taken; ``entry_home`` [P * s] home slot of the expert in an entry, -1 for a free
+    one; ``entry_blocks`` [P * s] blocks there; ``donor_key`` [P] priority of donors still to visit in this round.
     """
 
     home_blocks: cute.Tensor
