@@ -48,7 +48,7 @@ test-sglang: install  ## The tests against real SGLang servers, in an environmen
 	@MEGAFLUX_SGLANG_PYTHON=$(CURDIR)/.venv-sglang-$(SGLANG)/bin/python $(BIN)/python -m pytest -q -k sglang tests/plugins
 
 bench-cpu: install  ## The benchmarks that need no GPU; results go to benchmarks/results
-	@for name in planner_cpu routepack_placement routepack_schedule routepack_optimum routepack_beyond capture metrics_host; do \
+	@for name in planner_cpu routepack_placement routepack_schedule routepack_optimum routepack_beyond capture engine_routes metrics_host; do \
 	  $(BIN)/python -m benchmarks.bench_$$name || exit 1; done
 
 bench-ep8:  ## Eight ranks on one to eight Hopper GPUs, in parts; those asked for: make bench-ep8 PARTS="compile quick"
