@@ -14,6 +14,7 @@ Run: ``python -m benchmarks.bench_engine_routes`` (seconds, no GPU); writes resu
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
@@ -70,8 +71,8 @@ def messages(running: int) -> list[ResultRow]:
     for variant, prepare in (("capture", hold), ("vllm", attach)):
         prepare()
         message = [bytes(part) for part in encoder.encode(step)]
-        rows.append(row(variant, "pack_us", median_us(lambda: encoder.encode(step))))
-        rows.append(row(variant, "unpack_us", median_us(lambda: decoder.decode(message))))  # noqa: B023
+        rows.append(row(variant, "pack_us", median_us(partial(encoder.encode, step))))
+        rows.append(row(variant, "unpack_us", median_us(partial(decoder.decode, message))))
     return rows
 
 
@@ -110,8 +111,8 @@ def blocks(tokens: int) -> list[ResultRow]:
     update = WRAPPERS["_update_after_schedule"](Scheduler.update_after_schedule)
     at: dict[str, Plain] = {"running": LISTED, "tokens": tokens}
     times = {
-        "vllm": median_us(lambda: plain.update_after_schedule(plain.scheduled)),
-        "capture": median_us(lambda: update(hooked, hooked.scheduled)),
+        "vllm": median_us(partial(plain.update_after_schedule, plain.scheduled)),
+        "capture": median_us(partial(update, hooked, hooked.scheduled)),
     }
     return [ResultRow(BENCH, {**at, "variant": name}, "list_us", us, "us") for name, us in times.items()]
 

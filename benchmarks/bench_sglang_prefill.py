@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.cases import GPT_OSS
-from benchmarks.entry_points import write_metadata
+from benchmarks.entry_points import write_dist_info, write_metadata
 from benchmarks.harness import ResultRow, RunContext, cpu_name, print_table, write_results
 from benchmarks.serving.backends import megaflux_options
 from benchmarks.serving.fleet import Fleet
@@ -120,11 +120,8 @@ def free_port() -> int:
 def plugin_metadata(folder: Path) -> Path:
     """Have SGLang find this project's plugin and the benchmark's own, in processes with ``folder`` on PYTHONPATH."""
     write_metadata(folder)
-    info = folder / "megaflux_benchmark-0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: megaflux-benchmark\nVersion: 0\n")
-    entry = "[sglang.srt.plugins]\nmegaflux_benchmark = benchmarks.serving.sglang_routes:register\n"
-    (info / "entry_points.txt").write_text(entry)
+    entry = {"megaflux_benchmark": "benchmarks.serving.sglang_routes:register"}
+    write_dist_info(folder, "megaflux-benchmark", "0", {"sglang.srt.plugins": entry})
     return folder
 
 

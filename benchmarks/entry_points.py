@@ -8,6 +8,7 @@ Writes the metadata that an installation would leave: name, version and entry po
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import tomllib
@@ -16,16 +17,20 @@ PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
 def write_metadata(folder: Path) -> Path:
-    """The ``.dist-info`` folder, made in ``folder``."""
+    """This project's ``.dist-info`` folder, made in ``folder``."""
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
-    name, version = project["name"].replace("-", "_"), project["version"]
-    info = folder / f"{name}-{version}.dist-info"
+    return write_dist_info(folder, project["name"], project["version"], project["entry-points"])
+
+
+def write_dist_info(folder: Path, name: str, version: str, groups: Mapping[str, Mapping[str, str]]) -> Path:
+    """The ``.dist-info`` folder of a distribution, made in ``folder``; ``groups`` of entry points by name."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     lines = []
-    for group, entries in project["entry-points"].items():
+    for group, entries in groups.items():
         lines += [f"[{group}]", *(f"{key} = {value}" for key, value in entries.items()), ""]
     (info / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {version}\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     return info
 
 

@@ -3,7 +3,7 @@
 #   benchmarks/gpu_ep8.sh [STEP...]     default: all but quick, in this order; seconds are the most that a step takes
 #
 #   compile     120  the kernels of correctness and layer, on all cores at once
-#   correctness 180  tests: float64, fixed placement bit for bit, unequal batches, captured graphs; two or more GPUs
+#   correctness 180  tests: float64, fixed placement bit for bit, unequal batches, captured graphs; on one GPU two processes
 #   planner     420  the device planner over the paper's grid
 #   quick       200  a cut of the grid below: three batch sizes, one realisation
 #   layer64_1   580  the layer over the paper's grid, 64 experts, first process; layer64_2 the second one

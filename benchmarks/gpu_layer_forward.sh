@@ -3,8 +3,9 @@
 #   benchmarks/gpu_layer_forward.sh [STEP...]        default: all, in this order; seconds are the most that a step takes
 #
 #   compile     60  the kernels of the other steps, on all cores at once
-#   unit       120  tests on one GPU: float64, fixed placement bit for bit, odd batches
-#   pair       150  tests on two: changing batches, captured graphs, a peer that is late or dies, eight ranks on both
+#   unit       120  tests of one process: float64, fixed placement bit for bit, odd batches
+#   pair       150  tests of several, two on one GPU: changing batches, captured graphs, a peer that is late or dies,
+#                   eight ranks
 #   stress      75  20,000 batches in a row on two GPUs, all compared, or as many as STRESS_S seconds allow (45)
 #   sanitize   120  compute-sanitizer's memcheck, racecheck and synccheck, one rank and two virtual ones
 #   counters    90  hardware counters of one rank's launch, with Nsight Compute; took 37 s

@@ -381,11 +381,11 @@ def _plan(
     refine_moves_per_rank: int,
 ) -> tuple[int, IntArray, IntArray, IntArray]:
     """Steps 1 to 7: (candidate or FIXED, q int32 [E, P], replica_experts int32 [P, s], transfers int32 [n, 3])."""
-    owned = _owned(home, resident.shape[0])
+    owned, any_resident = _owned(home, resident.shape[0]), (resident >= 0).any()
     best = _new_search(blocks, home, owned, resident)
     winner = -1
     for candidate, (by_overload, multiple, keeps) in enumerate(searches):
-        if not keeps and (resident.size == 0 or resident.max() < 0):
+        if not keeps and not any_resident:
             continue  # it would find what the same search with residents has found
         search = _new_search(blocks, home, owned, resident)
         _run(search, by_overload, multiple, keeps, transfer_cost)  # 2

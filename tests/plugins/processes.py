@@ -107,7 +107,8 @@ def run_script(
         RuntimeError: it failed; carries parts of the log.
         subprocess.TimeoutExpired: it took longer.
     """
-    places = os.pathsep.join(filter(None, (str(PROJECT), {**os.environ, **environment}.get("PYTHONPATH"))))
+    given = environment.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
+    places = os.pathsep.join(filter(None, (str(PROJECT), given)))
     command = [python, script, *map(str, arguments)]
     process = _start(command, log, {**environment, "PYTHONPATH": places})
     try:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tests.plugins.processes import PROJECT
+
 NUM_RANKS = 2
-PROJECT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     "NCCL_IB_DISABLE": "1",
@@ -27,10 +28,10 @@ def environment(folder: Path) -> dict[str, str]:
     Args:
         folder: for the entry point by which vLLM finds the plugin.
     """
-    info = folder / "megaflux_shared_gpu-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: megaflux-shared-gpu\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\nmegaflux_shared_gpu = {__name__}:register\n")
+    from benchmarks.entry_points import write_dist_info
+
+    entry = {"megaflux_shared_gpu": f"{__name__}:register"}
+    write_dist_info(folder, "megaflux-shared-gpu", "0", {"vllm.general_plugins": entry})
     paths = [str(folder), str(PROJECT), os.environ.get("PYTHONPATH", "")]
     return ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
